@@ -1,0 +1,1 @@
+"""KV-cache kernels: torch definitions and Triton implementations."""
