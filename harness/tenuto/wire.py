@@ -54,7 +54,8 @@ class Shared(Wire):
 
 
 class Target(Wire):
-    """What a direct ``kv.*`` command addresses: a session, optionally a token range of it, or block hashes (hex)."""
+    """What a direct ``kv.*`` command addresses: a session (default: the action's own), a token range of it, or block
+    hashes (hex)."""
 
     session: Name | None = None
     start: Count | None = None
@@ -135,7 +136,7 @@ class AgentJoin(Action):
 
 
 class AgentCompaction(Action):
-    """``begin``: keep the old prefix for the summary call. ``commit``: demote the superseded suffix, warm the new prompt."""
+    """``begin``: keep the old prefix for the summary call; ``commit``: demote the superseded suffix, warm the new one."""
 
     TYPE: ClassVar[str] = "agent.compaction"
     phase: Literal["begin", "commit", "abort"]
@@ -162,8 +163,7 @@ class AgentEnd(Action):
 class KvCommand(Action):
     """A direct command for orchestrators: soft, budgeted, expiring. There is no hard pin."""
 
-    session: Name = "-"
-    target: Target
+    target: Target = Field(default_factory=Target)
     priority: float | None = Field(default=None, ge=-1e6, le=1e6, allow_inf_nan=False)
     duration_s: Seconds | None = None
     tier: Tier | None = None
@@ -303,8 +303,8 @@ class Divergence(Wire):
 class CacheReport(Wire):
     """The ``tenuto`` object of every answer: where the prompt's tokens came from.
 
-    ``cached``: tokens reused, by the tier they were on. ``recomputed``: tokens prefilled although they had been computed
-    before (retention, capacity, mutation), and ``cold`` for those never seen. Times are seconds.
+    ``cached``: tokens reused, by the tier they were on. ``recomputed``: tokens prefilled although they had been
+    computed before (retention, capacity, mutation), and ``cold`` for those never seen. Times are seconds.
     """
 
     session: str | None = None
