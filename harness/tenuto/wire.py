@@ -136,7 +136,7 @@ class AgentJoin(Action):
 
 
 class AgentCompaction(Action):
-    """``begin``: keep the old prefix for the summary call; ``commit``: demote the superseded suffix, warm the new one."""
+    """``begin``: keep the old prefix for the summary call; ``commit``: demote what is superseded, warm the new one."""
 
     TYPE: ClassVar[str] = "agent.compaction"
     phase: Literal["begin", "commit", "abort"]

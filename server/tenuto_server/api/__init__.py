@@ -1,0 +1,1 @@
+"""The HTTP surface: OpenAI-compatible generation, hints, sessions, health, metrics."""

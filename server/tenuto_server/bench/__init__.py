@@ -1,0 +1,1 @@
+"""Measurements against a live server, and the demonstration."""

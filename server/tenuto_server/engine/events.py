@@ -1,0 +1,156 @@
+"""What goes into ``Engine.step``: requests, hints, and completions, as frozen values. Holds no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.wire import Envelope, PauseKind
+
+TokenArray: TypeAlias = NDArray[np.int32]
+SlotArray: TypeAlias = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+
+    Token number ``i`` of a turn is drawn from a counter-based generator keyed by (``seed``, i), so that preemption,
+    batching and caching cannot change it.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubmitTurn:
+    """A request to generate. ``tokens``: the whole prompt, int32 [n], n >= 1.
+
+    ``session`` None: the longest-prefix chain names the session. ``last_role``: role of the prompt's last message, which
+    tells in hindsight what the pause before it was. ``hints`` rode on the request.
+    """
+
+    request_id: str
+    tenant: str
+    tokens: TokenArray
+    sampling: Sampling
+    session: str | None = None
+    parent: str | None = None
+    salt: str = ""
+    agent: str | None = None
+    attended: bool | None = None
+    priority: float = 0.0
+    last_role: str | None = None
+    hints: Envelope | None = None
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StopTurn:
+    """The API saw a stop string: end the turn. ``keep_tokens`` generated tokens belong to the answer."""
+
+    request_id: str
+    keep_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTurn:
+    """The client went away: free what the turn holds. The pause stays open and the prefix is kept."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseInferred:
+    """What the server reads off an answer's end (stop reason, tool names), without any hint."""
+
+    tenant: str
+    session: str
+    kind: PauseKind
+    tool: str | None = None
+    program: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HintBatch:
+    """An envelope that arrived on its own. The receipts come back as ``HintsDone`` under the same ``ticket``."""
+
+    ticket: str
+    tenant: str
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySessions:
+    """Asks for the views of a tenant's sessions (or one of them); answered by ``SessionsOut``."""
+
+    ticket: str
+    tenant: str
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardDone:
+    """The forward of ``step`` ended. ``sampled``: (sequence, token) for every row that asked for one.
+
+    ``failed`` carries a reason when nothing of it may be trusted; its rows are computed again or failed.
+    """
+
+    step: int
+    sampled: tuple[tuple[int, int], ...]
+    elapsed_ns: int = 0
+    failed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """A copy ended. ``bad``: positions within the transfer whose bytes are not to be trusted (error, checksum).
+
+    ``ok`` False means that none is. A block counts as copied only when this report covers it.
+    """
+
+    transfer: int
+    ok: bool
+    bad: tuple[int, ...] = ()
+    elapsed_ns: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierFailed:
+    """A tier stopped accepting writes (disk full, unwritable) or came back; the engine stops storing there."""
+
+    tier: str
+    writable: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskRecovered:
+    """What a disk directory of the same root family held at start-up: chained block hashes and their slots."""
+
+    hashes: tuple[bytes, ...] = ()
+    slots: tuple[int, ...] = field(default=())
+
+
+Event: TypeAlias = (
+    SubmitTurn
+    | StopTurn
+    | CancelTurn
+    | PauseInferred
+    | HintBatch
+    | QuerySessions
+    | ForwardDone
+    | TransferDone
+    | TierFailed
+    | DiskRecovered
+)

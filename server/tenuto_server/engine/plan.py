@@ -1,0 +1,125 @@
+"""What comes out of ``Engine.step``: the forward to run, the copies to make, and what to tell callers. Holds no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from tenuto.wire import CacheReport, Receipt, SessionView
+from tenuto_server.engine.events import Sampling, SlotArray, TokenArray
+
+TierName: TypeAlias = Literal["device", "host", "disk"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardRow:
+    """One contiguous range of one sequence to compute.
+
+    ``tokens``: int32 [n], at absolute positions ``start .. start + n``. ``blocks``: device slots int32 covering positions
+    0 .. start + n. ``sample``: draw the next token after the last of them, as number ``draw`` of the turn.
+    """
+
+    seq: int
+    start: int
+    tokens: TokenArray
+    blocks: SlotArray
+    sample: bool
+    sampling: Sampling
+    draw: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardPlan:
+    """One batch. ``copies``: device block copies (source, destination) to make before anything else in it."""
+
+    step: int
+    rows: tuple[ForwardRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """Copy blocks between tiers. Slots are int32 [n]; ``hashes``: n * 16 bytes, the chained hash of each block.
+
+    Source and destination stay pinned until its ``TransferDone``. ``urgent``: a turn waits for it. A transfer may be
+    reported late or failed, never not at all.
+    """
+
+    id: int
+    src: TierName
+    dst: TierName
+    src_slots: SlotArray
+    dst_slots: SlotArray
+    hashes: bytes
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStarted:
+    """The turn was admitted; ``report`` says where its prompt comes from."""
+
+    request_id: str
+    session: str
+    report: CacheReport
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut:
+    """Generated tokens, in order."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDone:
+    """The turn ended. ``completion_tokens`` excludes a stop token. Always the last output of a request."""
+
+    request_id: str
+    reason: FinishReason
+    completion_tokens: int
+    report: CacheReport
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRejected:
+    """The turn cannot be served: ``code`` names the limit, ``message`` tells the caller what to do."""
+
+    request_id: str
+    code: Literal["too_long", "too_many_sessions", "busy"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class HintsDone:
+    """Receipts for a ``HintBatch``."""
+
+    ticket: str
+    receipts: tuple[Receipt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsOut:
+    """Answers a ``QuerySessions``."""
+
+    ticket: str
+    views: tuple[SessionView, ...]
+
+
+Output: TypeAlias = TurnStarted | TokensOut | TurnDone | TurnRejected | HintsDone | SessionsOut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """Everything one step wants done. ``wake_ns``: step again by then even if nothing happens; None: no need.
+
+    ``dropped_disk``: disk slots whose blocks were evicted, so that the index on disk forgets them.
+    """
+
+    forward: ForwardPlan | None
+    transfers: tuple[Transfer, ...]
+    outputs: tuple[Output, ...]
+    wake_ns: int | None
+    dropped_disk: tuple[int, ...] = ()

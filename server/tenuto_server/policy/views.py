@@ -1,0 +1,110 @@
+"""What a policy may know: frozen views, filled by the engine from its tables. Nothing here holds state or reads a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from tenuto.wire import Forecast, PauseKind
+
+TierName: TypeAlias = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True, slots=True)
+class PauseView:
+    """One paused session. ``elapsed_s``: seconds since its turn ended.
+
+    ``kind`` "unknown": nothing tells what the pause is; ``kind_counts`` then says how many pauses of this session turned
+    out to be of each kind. ``forecast`` was given ``forecast_at_s`` seconds into the pause and counts from there.
+    ``resume_at_s``: the harness said that the return comes at this elapsed time. ``alive_until_s``: keepalives vouch for
+    the session until this elapsed time. ``end_keep_s``: the harness ended the session but asked to keep it until this
+    elapsed time (0 when not at all); None when it did not end.
+    """
+
+    tenant: str
+    kind: PauseKind
+    key: str | None
+    elapsed_s: float
+    kind_counts: tuple[tuple[PauseKind, int], ...] = ()
+    forecast: Forecast | None = None
+    forecast_at_s: float = 0.0
+    resume_at_s: float | None = None
+    alive_until_s: float = 0.0
+    end_keep_s: float | None = None
+    attended: bool = True
+    turns: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier. ``price``: lowest index held while it is full, 0 while it has room (index units: seconds of saved work
+    per byte and second). ``load_s_per_block``: seconds to bring one block from here to the device (0 for the device)."""
+
+    tier: TierName
+    capacity_blocks: int
+    free_blocks: int
+    price: float
+    load_s_per_block: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostView:
+    """The machine. Recomputing the token at position x takes ``prefill_a_s + prefill_b_s * x`` seconds.
+
+    ``waiting``: mean number of turns running or waiting that a recompute would hold up.
+    """
+
+    prefill_a_s: float
+    prefill_b_s: float
+    waiting: float
+    block_tokens: int
+    block_bytes: int
+    step_overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SystemView:
+    """Tiers from fast to slow (only those that exist) and the machine's costs."""
+
+    tiers: tuple[TierView, ...]
+    cost: CostView
+
+    def tier(self, name: TierName) -> TierView | None:
+        """The view of that tier; None where it does not exist."""
+        for tier in self.tiers:
+            if tier.tier == name:
+                return tier
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentView:
+    """A run of blocks of one prefix. ``start``: token position of its first block; ``rate``: summed return rate (1/s) of
+    the sessions that use it (``Retention.rate``); ``idle_s``: since last used by a turn; ``uses``: turns that used it."""
+
+    start: int
+    blocks: int
+    users: int
+    rate: float
+    idle_s: float
+    uses: int
+    on: tuple[TierName, ...] = ()
+
+
+class PauseKnowledge(Protocol):
+    """Learned pause distributions, as a policy sees them. Owned and taught by the engine's session table."""
+
+    def quantiles(self, tenant: str, kind: PauseKind, key: str | None) -> Sequence[float]:
+        """Pause lengths in seconds at evenly spaced probabilities (i + 0.5) / n, ascending, shrunk key -> kind -> all."""
+        ...
+
+    def p_return(self, tenant: str, kind: PauseKind) -> float:
+        """Learned probability that a session pausing in this way ever returns."""
+        ...
+
+    def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
+        """Calibration of the client's forecasts: (weight 0..1 of the forecast against the empirical distribution,
+        log-shift to add to its median, factor on its log-spread)."""
+        ...
