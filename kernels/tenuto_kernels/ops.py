@@ -43,9 +43,9 @@ def paged_attention(
     """Causal attention of every row's queries over its own pages: softmax(scale * q k^T) v, in q's dtype.
 
     `q`: `[T, Hq, D]` with Hq a multiple of Hkv (query head h reads KV head h // (Hq / Hkv)); returns `[T, Hq, D]`.
-    Prefill rows and decode rows mix freely; all keys and values the rows can see must have been stored before. `window`: a
-    query at position p sees only the positions above p - window. `invariant`: every query's result is bitwise
-    independent of how its sequence was cut into rows and of the rest of the batch (slower; for tests).
+    Prefill rows and decode rows mix freely; all keys and values the rows can see must have been stored before.
+    `window`: a query at position p sees only the positions above p - window. `invariant`: every query's result is
+    bitwise independent of how its sequence was cut into rows and of the rest of the batch (slower; for tests).
     """
     _check_pool(pool, layer)
     heads_kv, head_dim = pool.shape[3], pool.shape[5]
