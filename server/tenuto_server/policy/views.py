@@ -82,13 +82,14 @@ class SystemView:
 @dataclass(frozen=True, slots=True)
 class ExtentView:
     """A run of blocks of one prefix. ``start``: token position of its first block; ``rate``: summed return rate (1/s) of
-    the sessions that use it (``Retention.rate``); ``idle_s``: since last used by a turn; ``uses``: turns that used it."""
+    the sessions that use it (``Retention.rate``); ``last_used_s``: when a turn last used it, in absolute seconds of the
+    engine's clock (priorities are computed at different moments and must stay comparable); ``uses``: turns that used it."""
 
     start: int
     blocks: int
     users: int
     rate: float
-    idle_s: float
+    last_used_s: float
     uses: int
     on: tuple[TierName, ...] = ()
 
