@@ -1,0 +1,401 @@
+"""Pause prediction from this machine's own history. ``PauseForecaster`` owns the history; everything else is a value.
+
+A history is one bounded sketch of log-durations for every key, in levels from coarse to fine: kind, tool class, tool,
+program, first argument. The forecast of a level is the posterior predictive of a Dirichlet process whose base is the
+level above it, with concentration K = 5 pseudo-calls (and 2 for the session's own history of the program), the
+estimator that predicted best out of sample on real tool calls. The coarsest base is ``tenuto.priors``. Waiting
+sharpens a forecast through the conditional distribution given the time already elapsed.
+
+Only the standard library is imported here: the server's policies use this module too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tenuto.pause_key import PauseKey
+from tenuto.priors import KIND, P_RETURN, PROGRAM, TOOL, TOOL_CLASS, Knots, tool_class
+
+GRID_MIN_S = 0.005
+GRID_STEP = 0.2
+GRID_BINS = 100
+FORECAST_MAX_S = 30 * 86400.0
+SHRINKAGE = 5.0
+SHRINKAGE_SESSION = 2.0
+RETURN_PSEUDO = 20.0
+SKETCH_WEIGHT_MAX = 512.0
+HISTORY_VERSION = 1
+_PENDING_MAX = 4096
+_SESSION_KEYS_MAX = 256
+_FILE_BYTES_MAX = 16 << 20
+_LOG_MIN = math.log(GRID_MIN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class PauseForecast:
+    """Quantiles of a pause (seconds, given that it ends), the probability that it ends at all, and a confidence.
+
+    ``confidence``: 0..1, the share of the forecast that rests on pauses observed here rather than on built-in priors.
+    """
+
+    p50_s: float
+    p90_s: float
+    p_return: float = 1.0
+    confidence: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """The fields as they go on the wire."""
+        return asdict(self)
+
+
+class LogSketch:
+    """A histogram of log-durations: ``GRID_BINS`` bins of a factor e^0.2 each, from 5 ms to 28 days.
+
+    Bounded in size; above ``SKETCH_WEIGHT_MAX`` observations all weights halve, so that the recent past counts more.
+    """
+
+    __slots__ = ("bins", "weight")
+
+    def __init__(self, bins: Mapping[int, float] | None = None) -> None:
+        self.bins: dict[int, float] = dict(bins or {})
+        self.weight = math.fsum(self.bins.values())
+
+    def add(self, duration_s: float) -> None:
+        """Adds one duration, clipped to the grid."""
+        index = _bin(duration_s)
+        self.bins[index] = self.bins.get(index, 0.0) + 1.0
+        self.weight += 1.0
+        if self.weight > SKETCH_WEIGHT_MAX:
+            self.bins = {i: w / 2 for i, w in self.bins.items() if w >= 0.1}
+            self.weight = math.fsum(self.bins.values())
+
+
+class PauseDistribution:
+    """The distribution of a pause that will end: ``GRID_BINS`` masses on the log grid, summing to one."""
+
+    __slots__ = ("_tail", "masses")
+
+    def __init__(self, masses: Sequence[float]) -> None:
+        self.masses = tuple(masses)
+        tail = [0.0] * (GRID_BINS + 1)
+        for i in range(GRID_BINS - 1, -1, -1):
+            tail[i] = tail[i + 1] + self.masses[i]
+        self._tail = tail  # summed from the far end: a small survival keeps its relative precision
+
+    def survival(self, at_s: float) -> float:
+        """P(pause > at_s)."""
+        position = _position(at_s)
+        index = min(int(position), GRID_BINS - 1)
+        return self._tail[index + 1] + self.masses[index] * max(0.0, index + 1 - position)
+
+    def quantile(self, q: float, *, elapsed_s: float = 0.0) -> float:
+        """The time (seconds) by which a share ``q`` of pauses has ended, among those longer than ``elapsed_s``.
+
+        Counts from the start of the pause. Beyond the grid it follows a power law of exponent 1, by which a pause
+        that has lasted t is expected to last as long again.
+        """
+        start = self.survival(elapsed_s)
+        if start <= 0.0 or elapsed_s >= _edge(GRID_BINS):
+            return min(elapsed_s / max(1.0 - q, 1e-3), max(elapsed_s, FORECAST_MAX_S))
+        target = start * (1.0 - q)
+        low, high = 0, GRID_BINS
+        while low < high:  # the last bin edge whose survival is still at least the target
+            middle = (low + high + 1) // 2
+            if self._tail[middle] >= target:
+                low = middle
+            else:
+                high = middle - 1
+        inside = 0.0
+        if low < GRID_BINS and self.masses[low] > 0.0:
+            inside = min(1.0, max(0.0, (self._tail[low] - target) / self.masses[low]))
+        return max(elapsed_s, math.exp(_LOG_MIN + GRID_STEP * (low + inside)))
+
+
+class PauseForecaster:
+    """Predicts pauses and learns from them. Thread-safe; never does more work than a few hundred additions a call.
+
+    ``path``: JSON file that keeps the history between runs; None keeps it in memory. ``keys_max`` bounds the number
+    of keys, the least recently used go first. A missing, foreign or corrupt file counts as no history.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, keys_max: int = 2048) -> None:
+        self.path = Path(path) if path is not None else None
+        self.keys_max = keys_max
+        self._lock = threading.Lock()
+        self._sketches: OrderedDict[str, LogSketch] = OrderedDict()
+        self._returns: dict[str, list[float]] = {}
+        self._own: OrderedDict[tuple[str, str], LogSketch] = OrderedDict()
+        self._pending: list[tuple[tuple[str, ...], float | None]] = []
+        self._secret = secrets.token_hex(16)
+        if self.path is not None:
+            self._load(self.path)
+
+    @classmethod
+    def open(cls) -> PauseForecaster:
+        """The user's history: ``TENUTO_HISTORY`` if set (``off`` or empty: memory only), else the user's cache folder."""
+        return cls(history_path())
+
+    @property
+    def unsaved(self) -> int:
+        """Observations that ``save`` has not written yet."""
+        return len(self._pending)
+
+    def __len__(self) -> int:
+        return len(self._sketches)
+
+    def predict(self, key: PauseKey, *, elapsed_s: float = 0.0, session: str | None = None) -> PauseForecast:
+        """The remaining time of a pause that began ``elapsed_s`` ago; at 0, its whole length.
+
+        ``session``: weighs this session's own pauses of the same program more. The probability of a return falls
+        with the time elapsed: p S(e) / (p S(e) + 1 - p), with S the survival of pauses that do return.
+        """
+        elapsed_s = max(0.0, elapsed_s)
+        with self._lock:
+            distribution, confidence = self._predictive(key, session)
+            p_return = self._p_return(key.kind)
+        survival = p_return * distribution.survival(elapsed_s)
+        total = survival + 1.0 - p_return
+        p50 = min(distribution.quantile(0.5, elapsed_s=elapsed_s) - elapsed_s, FORECAST_MAX_S)
+        p90 = min(distribution.quantile(0.9, elapsed_s=elapsed_s) - elapsed_s, FORECAST_MAX_S)
+        return PauseForecast(p50, max(p50, p90), survival / total if total > 0.0 else 0.0, confidence)
+
+    def distribution(self, key: PauseKey, *, session: str | None = None) -> PauseDistribution:
+        """The whole distribution behind ``predict``."""
+        with self._lock:
+            return self._predictive(key, session)[0]
+
+    def observe(self, key: PauseKey, duration_s: float, *, session: str | None = None) -> None:
+        """Learns that a pause of this key ended after ``duration_s``. Values that are no duration are ignored."""
+        if not math.isfinite(duration_s) or duration_s < 0.0:
+            return
+        with self._lock:
+            paths = self._paths(key)
+            self._learn(paths, duration_s)
+            self._remember((paths, duration_s))
+            if session is not None:
+                own = self._own.setdefault((session, _own_path(paths)), LogSketch())
+                self._own.move_to_end((session, _own_path(paths)))
+                own.add(duration_s)
+                while len(self._own) > _SESSION_KEYS_MAX:
+                    self._own.popitem(last=False)
+
+    def observe_no_return(self, kind: str) -> None:
+        """Learns that a session ended in a pause of this kind instead of returning."""
+        with self._lock:
+            self._learn((kind,), None)
+            self._remember(((kind,), None))
+
+    def save(self) -> bool:
+        """Writes the history atomically, merged with what other processes wrote meanwhile; False if it could not.
+
+        Never raises: history is worth less than the caller's run. Two processes that save in the same instant may
+        lose one batch of observations.
+        """
+        with self._lock:
+            if self.path is None or not self._pending:
+                return True
+            pending, self._pending = self._pending, []
+            secret = self._secret
+            if self._load(self.path):  # another process may have learned since: replay ours on top of its state
+                same = self._secret == secret
+                for paths, duration_s in pending:
+                    # Hashes made under another secret name nothing in the shared file.
+                    self._learn(tuple(p for p in paths if same or "/#" not in p), duration_s)
+            try:
+                _write_atomically(self.path, self._dump())
+            except OSError:
+                self._pending = (pending + self._pending)[-_PENDING_MAX:]
+                return False
+            return True
+
+    # -- below: called with the lock held ---------------------------------------------------------------------------
+
+    def _remember(self, item: tuple[tuple[str, ...], float | None]) -> None:
+        if self.path is not None:
+            self._pending.append(item)
+            del self._pending[:-_PENDING_MAX]
+
+    def _learn(self, paths: tuple[str, ...], duration_s: float | None) -> None:
+        counts = self._returns.setdefault(paths[0], [0.0, 0.0])
+        counts[0 if duration_s is not None else 1] += 1.0
+        if sum(counts) > SKETCH_WEIGHT_MAX:
+            counts[:] = [counts[0] / 2, counts[1] / 2]
+        if duration_s is None:
+            return
+        for path in reversed(paths):  # coarse levels last, so that they are the most recently used
+            self._sketches.setdefault(path, LogSketch()).add(duration_s)
+            self._sketches.move_to_end(path)
+        while len(self._sketches) > self.keys_max:
+            self._sketches.popitem(last=False)
+
+    def _p_return(self, kind: str) -> float:
+        returned, ended = self._returns.get(kind, (0.0, 0.0))
+        prior = P_RETURN.get(kind, P_RETURN["unknown"])
+        return (returned + RETURN_PSEUDO * prior) / (returned + ended + RETURN_PSEUDO)
+
+    def _predictive(self, key: PauseKey, session: str | None) -> tuple[PauseDistribution, float]:
+        paths = self._paths(key)
+        masses, learned = list(_prior_masses(KIND.get(key.kind, KIND["unknown"]))), 0.0
+        for path, builtin in zip(paths, self._builtins(key), strict=True):
+            if builtin is not None and path != paths[0]:
+                # Data of the coarser level mixes other programs, the built-in prior other machines: trust each half
+                # once there is data.
+                weight = learned / 2
+                masses = [weight * m + (1.0 - weight) * b for m, b in zip(masses, _prior_masses(builtin), strict=True)]
+                learned *= weight
+            masses, learned = _posterior(masses, learned, self._sketches.get(path), SHRINKAGE)
+            if session is not None and path == _own_path(paths):
+                own = self._own.get((session, path))
+                masses, learned = _posterior(masses, learned, own, SHRINKAGE_SESSION)
+        return PauseDistribution(masses), min(1.0, learned)
+
+    def _builtins(self, key: PauseKey) -> list[Knots | None]:
+        levels: list[Knots | None] = [KIND.get(key.kind, KIND["unknown"])]
+        if key.tool is not None:
+            # Only the pauses of tools have priors by tool; a subagent or a permission prompt keeps that of its kind.
+            is_tool = key.kind == "tool"
+            levels.append(TOOL_CLASS[tool_class(key.tool)] if is_tool else None)
+            levels.append(TOOL.get(key.tool.lower()) if is_tool else None)
+            if key.program is not None:
+                levels.append(PROGRAM.get(key.program) if is_tool else None)
+                if key.argument is not None:
+                    levels.append(None)
+        return levels
+
+    def _paths(self, key: PauseKey) -> tuple[str, ...]:
+        parts = [key.kind]
+        if key.tool is not None:
+            parts += [tool_class(key.tool), key.tool]
+            if key.program is not None:
+                parts.append(key.program)
+                if key.argument is not None:
+                    digest = hashlib.blake2b(key.argument.encode(), digest_size=8, key=bytes.fromhex(self._secret))
+                    parts.append("#" + digest.hexdigest())
+        clean = [part.replace("/", "_") for part in parts]
+        return tuple("/".join(clean[: n + 1]) for n in range(len(clean)))
+
+    def _dump(self) -> str:
+        keys = {
+            path: {str(i): round(w, 3) for i, w in sorted(sketch.bins.items())}
+            for path, sketch in self._sketches.items()
+        }
+        return json.dumps({"version": HISTORY_VERSION, "secret": self._secret, "keys": keys, "returns": self._returns})
+
+    def _load(self, path: Path) -> bool:
+        try:
+            if path.stat().st_size > _FILE_BYTES_MAX:
+                return False
+            secret, sketches, returns = _parse(json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return False
+        self._secret, self._returns, self._sketches = secret, returns, sketches
+        while len(self._sketches) > self.keys_max:
+            self._sketches.popitem(last=False)
+        return True
+
+
+def history_path() -> Path | None:
+    """Where the user's pause history lives; None when ``TENUTO_HISTORY`` is ``off`` or empty."""
+    setting = os.environ.get("TENUTO_HISTORY")
+    if setting is not None:
+        return None if setting.strip().lower() in ("", "off", "0") else Path(setting).expanduser()
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "tenuto" / "pauses.json"
+
+
+def _parse(data: Any) -> tuple[str, OrderedDict[str, LogSketch], dict[str, list[float]]]:
+    if data["version"] != HISTORY_VERSION or len(bytes.fromhex(data["secret"])) != 16:
+        raise ValueError("another version")
+    sketches: OrderedDict[str, LogSketch] = OrderedDict()
+    for path, bins in data["keys"].items():
+        sketch = LogSketch({int(i): float(w) for i, w in bins.items()})
+        if not all(0 <= i < GRID_BINS and 0.0 < w <= 2 * SKETCH_WEIGHT_MAX for i, w in sketch.bins.items()):
+            raise ValueError("bins out of range")
+        sketches[str(path)] = sketch
+    returns = {str(kind): [float(a), float(b)] for kind, (a, b) in data["returns"].items()}
+    if not all(0.0 <= x <= 2 * SKETCH_WEIGHT_MAX for counts in returns.values() for x in counts):
+        raise ValueError("counts out of range")
+    return data["secret"], sketches, returns
+
+
+def _own_path(paths: tuple[str, ...]) -> str:
+    return paths[min(3, len(paths) - 1)]  # the program's level, or the finest there is above it
+
+
+def _posterior(base: list[float], learned: float, sketch: LogSketch | None, pseudo: float) -> tuple[list[float], float]:
+    if sketch is None or sketch.weight <= 0.0:
+        return base, learned
+    total = sketch.weight + pseudo
+    masses = [m * pseudo / total for m in base]
+    for i, w in sketch.bins.items():
+        masses[i] += w / total
+    return masses, (sketch.weight + pseudo * learned) / total
+
+
+_PRIOR_MASSES: dict[Knots, tuple[float, ...]] = {}
+
+
+def _prior_masses(knots: Knots) -> tuple[float, ...]:
+    """Masses of a prior: log-linear between its knots, a power law of exponent 1 beyond the last one."""
+    if knots not in _PRIOR_MASSES:
+        edges = [1.0 - _knot_cdf(knots, _edge(i)) for i in range(GRID_BINS)] + [0.0]
+        edges[0] = 1.0
+        _PRIOR_MASSES[knots] = tuple(max(0.0, edges[i] - edges[i + 1]) for i in range(GRID_BINS))
+    return _PRIOR_MASSES[knots]
+
+
+def _knot_cdf(knots: Knots, at_s: float) -> float:
+    last_s, last_p = knots[-1]
+    if at_s >= last_s:
+        return 1.0 - (1.0 - last_p) * last_s / at_s
+    before_s, before_p = GRID_MIN_S, 0.0
+    for knot_s, knot_p in knots:
+        if at_s < knot_s:
+            return before_p + (knot_p - before_p) * math.log(at_s / before_s) / math.log(knot_s / before_s)
+        before_s, before_p = knot_s, knot_p
+    return last_p
+
+
+def _position(seconds: float) -> float:
+    if seconds <= GRID_MIN_S:
+        return 0.0
+    return min((math.log(seconds) - _LOG_MIN) / GRID_STEP, float(GRID_BINS))
+
+
+def _bin(seconds: float) -> int:
+    return min(int(_position(seconds)), GRID_BINS - 1)
+
+
+def _edge(index: int) -> float:
+    return math.exp(_LOG_MIN + GRID_STEP * index)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
