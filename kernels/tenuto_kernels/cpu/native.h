@@ -1,0 +1,136 @@
+// Vector types, conversions and the one matrix micro-kernel that the linear and attention operators share.
+//
+// Written with the compiler's vector extensions: the same source becomes AVX-512, AVX2, SSE or NEON code, whichever the
+// machine that builds it has. The tile is chosen so that its accumulators fill the register file.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int W = 16, NV = 3, MR = 8;  // 24 of 32 registers accumulate
+#elif defined(__AVX__)
+constexpr int W = 8, NV = 2, MR = 6;  // 12 of 16
+#else
+constexpr int W = 4, NV = 2, MR = 6;  // 12 of 16 (SSE) or of 32 (NEON)
+#endif
+constexpr int NR = W * NV;  // columns of a weight panel, lanes of a query panel
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vs __attribute__((vector_size(W * 2)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf load(const float* p) {
+    vf v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE vf load(const uint16_t* p) {  // bf16 is the upper half of an fp32
+    vs h;
+    std::memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+INLINE vf splat(float x) { return x - vf{}; }
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(uint16_t h) {
+    uint32_t bits = (uint32_t)h << 16;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+INLINE void put(float* p, float x) { *p = x; }
+INLINE void put(uint16_t* p, float x) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    *p = x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE void store(uint16_t* p, vf v) {
+    vu bits = (vu)v;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vs h = __builtin_convertvector((vu)(v != v ? (vu{} + 0x7fc0) : rounded), vs);
+    std::memcpy(p, &h, sizeof h);
+}
+
+INLINE float sum(vf v) {
+    alignas(64) float lane[W];
+    std::memcpy(lane, &v, sizeof v);
+    for (int step = W / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) lane[i] += lane[i + step];
+    return lane[0];
+}
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+// exp by range reduction to |r| <= ln2/2 and a degree-6 Taylor polynomial (relative error below 3e-7); exactly 0 below
+// -87, so that a masked score (-inf) contributes nothing at all.
+INLINE vf vexp(vf x) {
+    vf c = vmax(x, splat(-87.0f));
+    c = c < 88.0f ? c : splat(88.0f);
+    vf shifted = c * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+    vf n = shifted - 12582912.0f;
+    vf r = c - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.0f / 720);
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    vi bits = (vi)p + (((vi)shifted - 0x4b400000) << 23);
+    return x < -87.0f ? vf{} : (vf)bits;
+}
+
+// C[rows, NR] (+)= A[rows, depth] * B[depth, NR]. A is read one element at a time through two strides; B is a panel of
+// fp32 or bf16. Every output is one chain of multiply-adds in the order of depth, whatever `rows` is: that is what
+// makes each row's bits independent of the rows beside it.
+template <int rows, bool accumulate, typename B>
+INLINE void tile(const float* a, int64_t row_stride, int64_t depth_stride, const B* b, float* c, int64_t c_stride,
+                 int64_t depth) {
+    vf acc[rows][NV];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) acc[i][j] = accumulate ? load(c + i * c_stride + j * W) : vf{};
+    for (int64_t k = 0; k < depth; k++) {
+        vf column[NV];
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) column[j] = load(b + k * NR + j * W);
+        if (sizeof(B) == 2) __builtin_prefetch(b + k * NR + 1024);
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) {
+            vf x = splat(a[i * row_stride + k * depth_stride]);
+#pragma GCC unroll 4
+            for (int j = 0; j < NV; j++) acc[i][j] += x * column[j];
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) store(c + i * c_stride + j * W, acc[i][j]);
+}
+
+template <bool accumulate, typename B, int rows = MR>
+INLINE void tile_rows(int count, const float* a, int64_t row_stride, int64_t depth_stride, const B* b, float* c,
+                      int64_t c_stride, int64_t depth) {
+    if (count == rows)
+        tile<rows, accumulate>(a, row_stride, depth_stride, b, c, c_stride, depth);
+    else if constexpr (rows > 1)
+        tile_rows<accumulate, B, rows - 1>(count, a, row_stride, depth_stride, b, c, c_stride, depth);
+}
+
+// The same for any number of rows.
+template <bool accumulate, typename B>
+INLINE void tiles(int64_t rows, const float* a, int64_t row_stride, int64_t depth_stride, const B* b, float* c,
+                  int64_t c_stride, int64_t depth) {
+    for (int64_t i = 0; i < rows; i += MR) {
+        int count = (int)(rows - i < MR ? rows - i : MR);
+        tile_rows<accumulate>(count, a + i * row_stride, row_stride, depth_stride, b, c + i * c_stride, c_stride,
+                              depth);
+    }
+}

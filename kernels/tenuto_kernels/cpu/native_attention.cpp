@@ -1,0 +1,356 @@
+// Attention over the paged pool [B, L, 2, Hkv, block, D], read through block tables.
+//
+// paged_decode: one query per row. Work items are (row, kv head, PART positions of context), so that two cores share
+// even a single row; parts have a fixed length, hence a row's bits depend on its own context only.
+//
+// paged_prefill: ranges of queries, causal. Everything is held transposed: NR queries (tokens x heads of the group) are
+// the lanes, keys and dimensions the rows. Softmax then runs down the rows without horizontal sums, K and V are read in
+// the order in which they lie, and nothing is ever transposed except the queries, once. Key tiles start at multiples of
+// KEYS from position 0 and a masked key adds an exact zero, so that a query's bits depend on its own prefix only: not on
+// how the prefill was cut, nor on the rest of the batch.
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "native.h"
+
+namespace {
+
+constexpr int PART = 256;  // context positions of one decode work item
+constexpr int KEYS = 64;   // key positions of one prefill tile
+constexpr int LANES = 8 * NR;  // most queries x group heads that share one pass over the keys
+
+struct Shape {
+    int64_t rows, q_heads, kv_heads, D, block_size, layers, layer, max_blocks, blocks;
+
+    int64_t group() const { return q_heads / kv_heads; }
+    int64_t head() const { return block_size * D; }
+    // Offset of position 0 of `block`'s keys; its values follow kv_heads * head() later.
+    int64_t keys(int64_t block, int64_t kv_head) const {
+        return (block * layers + layer) * 2 * kv_heads * head() + kv_head * head();
+    }
+};
+
+// Every position a row may read must lie in a block of the pool: a wrong table is an error, not a stray read.
+bool readable(const int32_t* tables, const int32_t* context, const Shape& s) {
+    if (s.layer < 0 || s.layer >= s.layers) return false;
+    for (int64_t r = 0; r < s.rows; r++) {
+        if (context[r] < 0 || context[r] > s.max_blocks * s.block_size) return false;
+        for (int64_t b = 0; b * s.block_size < context[r]; b++) {
+            const int32_t block = tables[r * s.max_blocks + b];
+            if (block < 0 || block >= s.blocks) return false;
+        }
+    }
+    return true;
+}
+
+// Cache-line aligned scratch of one thread.
+struct Scratch {
+    float* data;
+    explicit Scratch(int64_t floats) : data((float*)std::aligned_alloc(64, (size_t)((floats * 4 + 63) / 64 * 64))) {
+        if (!data) std::abort();
+    }
+    ~Scratch() { std::free(data); }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+};
+
+template <typename T>
+void widen(const T* from, float* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + W <= count; i += W) store(to + i, load(from + i));
+    for (; i < count; i++) to[i] = to_float(from[i]);
+}
+
+// ---- decode ----------------------------------------------------------------------------------------------------
+
+// scores[h * PART + t] = q[h] . keys[t] for `heads` (1..4) heads at once: each key is loaded once for all of them.
+template <int heads, typename P>
+void dot(const float* q, const P* keys, int64_t count, int64_t D, float* scores) {
+    for (int64_t t = 0; t < count; t++) {
+        vf acc[heads] = {};
+        float tail[heads] = {};
+        const P* key = keys + t * D;
+        int64_t d = 0;
+        for (; d + W <= D; d += W) {
+            vf k = load(key + d);
+            for (int h = 0; h < heads; h++) acc[h] += k * load(q + h * D + d);
+        }
+        for (; d < D; d++)
+            for (int h = 0; h < heads; h++) tail[h] += to_float(key[d]) * q[h * D + d];
+        for (int h = 0; h < heads; h++) scores[h * PART + t] = sum(acc[h]) + tail[h];
+    }
+}
+
+// out[h] += sum over t of p[h * PART + t] * values[t], for columns [0, width) of width = vectors * W.
+template <int heads, int vectors, typename P>
+INLINE void weigh(const float* p, const P* values, int64_t count, int64_t D, float* out) {
+    vf acc[heads][vectors];
+    for (int h = 0; h < heads; h++)
+        for (int j = 0; j < vectors; j++) acc[h][j] = load(out + h * D + j * W);
+    for (int64_t t = 0; t < count; t++)
+        for (int j = 0; j < vectors; j++) {
+            vf v = load(values + t * D + j * W);
+            for (int h = 0; h < heads; h++) acc[h][j] += v * p[h * PART + t];
+        }
+    for (int h = 0; h < heads; h++)
+        for (int j = 0; j < vectors; j++) store(out + h * D + j * W, acc[h][j]);
+}
+
+template <int heads, typename P>
+void weighted(const float* p, const P* values, int64_t count, int64_t D, float* out) {
+    int64_t d = 0;
+    for (; d + 4 * W <= D; d += 4 * W) weigh<heads, 4>(p, values + d, count, D, out + d);
+    for (; d + W <= D; d += W) weigh<heads, 1>(p, values + d, count, D, out + d);
+    for (; d < D; d++)
+        for (int h = 0; h < heads; h++)
+            for (int64_t t = 0; t < count; t++) out[h * D + d] += p[h * PART + t] * to_float(values[t * D + d]);
+}
+
+// One part of one row's context for one kv head. Leaves for each head of the group: out[D] unnormalised, maximum, sum.
+template <int heads, typename P>
+void decode_part(const float* q, const P* pool, const int32_t* table, int64_t from, int64_t to, int64_t kv_head,
+                 const Shape& s, float* out, float* maximum, float* total) {
+    alignas(64) float scores[heads * PART] = {};
+    const int64_t values = s.kv_heads * s.head(), size = s.block_size;
+    for (int64_t t = from; t < to;) {
+        const int64_t offset = t % size, count = std::min(size - offset, to - t);
+        const P* keys = pool + s.keys(table[t / size], kv_head) + offset * s.D;
+        for (int64_t line = 0; line < count * s.D; line += 64 / (int64_t)sizeof(P))
+            __builtin_prefetch(keys + values + line);  // read by the second loop below
+        dot<heads>(q, keys, count, s.D, scores + (t - from));
+        t += count;
+    }
+    for (int h = 0; h < heads; h++) {
+        float* row = scores + h * PART;
+        float top = row[0];
+        for (int64_t t = 1; t < to - from; t++) top = std::max(top, row[t]);
+        for (int64_t t = to - from; t % W; t++) row[t] = -INFINITY;
+        vf added{};
+        for (int64_t t = 0; t < to - from; t += W) {
+            vf p = vexp(load(row + t) - top);
+            added += p;
+            store(row + t, p);
+        }
+        maximum[h] = top;
+        total[h] = sum(added);
+    }
+    std::fill(out, out + heads * s.D, 0.0f);
+    for (int64_t t = from; t < to;) {
+        const int64_t offset = t % size, count = std::min(size - offset, to - t);
+        weighted<heads>(scores + (t - from), pool + s.keys(table[t / size], kv_head) + values + offset * s.D, count,
+                        s.D, out);
+        t += count;
+    }
+}
+
+template <typename Q, typename P>
+void decode(const Q* q, const P* pool, const int32_t* tables, const int32_t* context, float scale, Q* out,
+            const Shape& s, int threads) {
+    const int64_t G = s.group(), D = s.D;
+    std::vector<int64_t> first(s.rows + 1, 0);  // cumulative parts
+    for (int64_t r = 0; r < s.rows; r++) first[r + 1] = first[r] + (context[r] + PART - 1) / PART;
+    const int64_t parts = first[s.rows];
+    Scratch partial(parts * s.q_heads * (D + 2));
+    float *maxima = partial.data + parts * s.q_heads * D, *totals = maxima + parts * s.q_heads;
+    if (parts * s.kv_heads == 1) threads = 1;
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch query(G * D);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < parts * s.kv_heads; item++) {
+            const int64_t part = item / s.kv_heads, kv_head = item % s.kv_heads;
+            const int64_t r = std::upper_bound(first.begin(), first.end(), part) - first.begin() - 1;
+            const int64_t from = (part - first[r]) * PART, to = std::min<int64_t>(from + PART, context[r]);
+            widen(q + (r * s.q_heads + kv_head * G) * D, query.data, G * D);
+            for (int64_t i = 0; i < G * D; i++) query.data[i] *= scale;
+            const int64_t base = part * s.q_heads + kv_head * G;
+            for (int64_t h = 0; h < G;) {
+                const int64_t left = G - h, at = base + h;
+                const int32_t* table = tables + r * s.max_blocks;
+                const float* some = query.data + h * D;
+#define PART_OF(n) \
+    decode_part<n>(some, pool, table, from, to, kv_head, s, partial.data + at * D, maxima + at, totals + at), h += n
+                if (left == 1) PART_OF(1);
+                else if (left == 2) PART_OF(2);
+                else if (left == 3) PART_OF(3);
+                else PART_OF(4);
+#undef PART_OF
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < s.rows * s.q_heads; i++) {
+            const int64_t r = i / s.q_heads, h = i % s.q_heads;
+            float top = -INFINITY, total = 0;
+            for (int64_t p = first[r]; p < first[r + 1]; p++) top = std::max(top, maxima[p * s.q_heads + h]);
+            float* sums = query.data;
+            std::fill(sums, sums + D, 0.0f);
+            for (int64_t p = first[r]; p < first[r + 1]; p++) {
+                const float share = std::exp(maxima[p * s.q_heads + h] - top);
+                total += share * totals[p * s.q_heads + h];
+                for (int64_t d = 0; d < D; d++) sums[d] += share * partial.data[(p * s.q_heads + h) * D + d];
+            }
+            for (int64_t d = 0; d < D; d++) put(out + i * D + d, total > 0 ? sums[d] / total : 0.0f);
+        }
+    }
+}
+
+// ---- prefill ---------------------------------------------------------------------------------------------------
+
+struct Item {
+    int64_t row, kv_head, from, count;  // queries [from, from + count) of the row
+};
+
+// NR queries: their scores against one key tile, the running softmax, and their sums of values.
+struct Panel {
+    float *q, *out, *top, *total;  // [D, NR], [D, NR], [NR], [NR]
+    int32_t position[NR];          // of each lane's query
+    int64_t last;                  // the largest of them
+};
+
+void attend(Panel& panel, const float* keys, const float* values, int64_t first_key, int64_t count, int64_t D,
+            float* scores) {
+    tiles<false>(count, keys, D, 1, (const float*)panel.q, scores, NR, D);
+    for (int j = 0; j < NR; j += W) {
+        vi position;
+        std::memcpy(&position, panel.position + j, sizeof position);
+        const bool masked = first_key + count - 1 > panel.position[0];  // lanes are in the order of their positions
+        const vf before = load(panel.top + j);
+        vf top = before;
+        for (int64_t k = 0; k < count; k++) {
+            vf score = load(scores + k * NR + j);
+            if (masked) {
+                score = position >= (int32_t)(first_key + k) ? score : splat(-INFINITY);
+                store(scores + k * NR + j, score);
+            }
+            top = vmax(score, top);
+        }
+        const vf shrink = vexp(before - top);
+        vf total = load(panel.total + j) * shrink;
+        for (int64_t k = 0; k < count; k++) {
+            const vf p = vexp(load(scores + k * NR + j) - top);
+            total += p;
+            store(scores + k * NR + j, p);
+        }
+        store(panel.top + j, top);
+        store(panel.total + j, total);
+        for (int64_t d = 0; d < D; d++) store(panel.out + d * NR + j, load(panel.out + d * NR + j) * shrink);
+    }
+    tiles<true>(D, values, 1, D, (const float*)scores, panel.out, NR, count);
+}
+
+template <typename Q, typename P>
+void prefill_item(const Item& item, const Q* q, const P* pool, const int32_t* table, int64_t position, float scale,
+                  Q* out, const Shape& s, float* scratch) {
+    const int64_t G = s.group(), D = s.D, lanes = item.count * G, panels = (lanes + NR - 1) / NR;
+    float *keys = scratch, *values = keys + KEYS * D, *scores = values + KEYS * D, *next = scores + KEYS * NR;
+    Panel panel[LANES / NR + 1] = {};
+    const auto at = [&](int64_t lane) { return (lane / G * s.q_heads + item.kv_head * G + lane % G) * D; };
+    for (int64_t n = 0; n < panels; n++) {
+        Panel& p = panel[n];
+        p = {next, next + D * NR, next + 2 * D * NR, next + 2 * D * NR + NR, {}, 0};
+        next += (2 * D + 2) * NR;
+        std::fill(p.out, p.out + D * NR, 0.0f);
+        for (int j = 0; j < NR; j++) {
+            const int64_t lane = std::min(n * NR + j, lanes - 1);  // spare lanes repeat the last query
+            p.position[j] = (int32_t)(position + lane / G);
+            p.top[j] = -INFINITY;
+            p.total[j] = 0;
+            for (int64_t d = 0; d < D; d++) p.q[d * NR + j] = to_float(q[at(lane) + d]) * scale;
+        }
+        p.last = p.position[NR - 1];
+    }
+    const int64_t visible = panel[panels - 1].last + 1, side = s.kv_heads * s.head();
+    for (int64_t from = 0; from < visible; from += KEYS) {
+        const int64_t count = std::min<int64_t>(KEYS, visible - from);
+        for (int64_t t = from; t < from + count;) {
+            const int64_t offset = t % s.block_size, some = std::min(s.block_size - offset, from + count - t);
+            const P* k = pool + s.keys(table[t / s.block_size], item.kv_head) + offset * D;
+            widen(k, keys + (t - from) * D, some * D);
+            widen(k + side, values + (t - from) * D, some * D);
+            t += some;
+        }
+        for (int64_t n = 0; n < panels; n++)
+            if (panel[n].last >= from) attend(panel[n], keys, values, from, count, D, scores);
+    }
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        const Panel& p = panel[lane / NR];
+        const int j = (int)(lane % NR);
+        for (int64_t d = 0; d < D; d++) put(out + at(lane) + d, p.out[d * NR + j] / p.total[j]);
+    }
+}
+
+template <typename Q, typename P>
+void prefill(const Q* q, const P* pool, const int32_t* tables, const int32_t* start, const int32_t* context,
+             float scale, Q* out, const Shape& s, int threads) {
+    // Several items a thread even when there are few queries; otherwise as many lanes as share a pass over the keys.
+    const int64_t lanes = start[s.rows] * s.group() * s.kv_heads / (4 * threads);
+    const int64_t wanted = std::min<int64_t>(LANES, std::max<int64_t>(NR, lanes / NR * NR));
+    const int64_t step = std::max<int64_t>(1, wanted / s.group());
+    std::vector<Item> items;
+    for (int64_t r = 0; r < s.rows; r++)
+        for (int64_t from = 0; from < start[r + 1] - start[r]; from += step)
+            for (int64_t h = 0; h < s.kv_heads; h++)
+                items.push_back({r, h, from, std::min<int64_t>(step, start[r + 1] - start[r] - from)});
+    const auto work = [&](const Item& i) {  // the longest first, so that the threads finish together
+        return i.count * (context[i.row] - (start[i.row + 1] - start[i.row]) + i.from + i.count);
+    };
+    std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return work(a) > work(b); });
+    const int64_t widest = std::max<int64_t>(step * s.group(), 1), panels = (widest + NR - 1) / NR;
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch scratch(2 * KEYS * s.D + KEYS * NR + panels * (2 * s.D + 2) * NR);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < items.size(); i++) {
+            const Item& item = items[i];
+            const int64_t r = item.row, token = (start[r] + item.from) * s.q_heads * s.D;
+            prefill_item(item, q + token, pool, tables + r * s.max_blocks,
+                         context[r] - (start[r + 1] - start[r]) + item.from, scale, out + token, s, scratch.data);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// `shape` is a Shape, field by field. Both return 0, or 1 where a table, length or layer does not fit the pool.
+int tn_paged_decode(const void* q, int bf16, const void* pool, int pool_bf16, const int32_t* tables,
+                     const int32_t* context, float scale, void* out, const int64_t* shape, int threads) {
+    Shape s;
+    std::memcpy(&s, shape, sizeof s);
+    if (!readable(tables, context, s)) return 1;
+    typedef uint16_t h;
+    if (bf16 && pool_bf16)
+        decode((const h*)q, (const h*)pool, tables, context, scale, (h*)out, s, threads);
+    else if (bf16)
+        decode((const h*)q, (const float*)pool, tables, context, scale, (h*)out, s, threads);
+    else if (pool_bf16)
+        decode((const float*)q, (const h*)pool, tables, context, scale, (float*)out, s, threads);
+    else
+        decode((const float*)q, (const float*)pool, tables, context, scale, (float*)out, s, threads);
+    return 0;
+}
+
+// `start` [rows + 1]: offsets of each row's queries in q.
+int tn_paged_prefill(const void* q, int bf16, const void* pool, int pool_bf16, const int32_t* tables,
+                      const int32_t* start, const int32_t* context, float scale, void* out, const int64_t* shape,
+                      int threads) {
+    Shape s;
+    std::memcpy(&s, shape, sizeof s);
+    if (!readable(tables, context, s) || s.group() > LANES) return 1;
+    for (int64_t r = 0; r < s.rows; r++)
+        if (start[r + 1] < start[r] || start[r + 1] - start[r] > context[r]) return 1;
+    typedef uint16_t h;
+    if (bf16 && pool_bf16)
+        prefill((const h*)q, (const h*)pool, tables, start, context, scale, (h*)out, s, threads);
+    else if (bf16)
+        prefill((const h*)q, (const float*)pool, tables, start, context, scale, (h*)out, s, threads);
+    else if (pool_bf16)
+        prefill((const float*)q, (const h*)pool, tables, start, context, scale, (float*)out, s, threads);
+    else
+        prefill((const float*)q, (const float*)pool, tables, start, context, scale, (float*)out, s, threads);
+    return 0;
+}
+}
