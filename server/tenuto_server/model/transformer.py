@@ -1,0 +1,186 @@
+"""The dense decoder of the Llama family, over a paged KV pool.
+
+``Transformer`` owns the packed weights and nothing else: the pool, the batch and its memory belong to the caller, so one
+object serves any number of pools. It is used by one thread at a time (the executor's).
+
+Precision. "fp32" computes and stores everything in fp32. "bf16" means that weights and KV are *stored* with bf16 precision;
+activations are bf16 where the hardware multiplies bf16 (CUDA, or CPUs with AVX512-BF16 or AMX), else fp32 over
+bf16-valued weights, which is both faster and more exact there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tenuto_kernels.layout import KVLayout
+from tenuto_kernels.linear import PackedLinear, pack_linear
+from tenuto_kernels.ops import paged_attention, store_kv
+from tenuto_kernels.rows import AttentionRows
+from tenuto_server.errors import ModelError
+from tenuto_server.model.config import ModelConfig
+from tenuto_server.model.layers import apply_rope, rms_norm, rope_frequencies, rope_tables, silu_mul
+from tenuto_server.model.weights import Weights
+
+log = logging.getLogger(__name__)
+
+# Above this size an fp32 copy of bf16 weights is not worth its memory.
+_FP32_COPY_LIMIT_BYTES = 8 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """One forward pass over T tokens of R rows; everything lies on the model's device.
+
+    ``tokens``, ``positions``, ``slots``: int64 [T]: token ids, absolute positions, KV slots (block * block_size + offset).
+    ``rows``: which tokens attend to which blocks. ``logits_index``: int64 [S], the tokens whose logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    rows: AttentionRows
+    logits_index: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    attn_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    window: int | None
+
+
+class Transformer:
+    """``dtype``: storage precision of weights and KV (bfloat16 or float32). ``invariant``: every token's result is bitwise
+    independent of what else is in the batch (slower; for tests). Raises ``ModelError`` for missing or misshapen weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        invariant: bool = False,
+    ) -> None:
+        self.config, self.dtype, self.device, self.invariant = config, dtype, torch.device(device), invariant
+        self.activation_dtype = activation_dtype(dtype, self.device, invariant)
+        self._scale = config.head_dim**-0.5
+        factors = weights["rope_factors"] if config.rope_scaling and config.rope_scaling.kind == "factors" else None
+        frequencies, self._rope_factor = rope_frequencies(config, factors)
+        self._frequencies = frequencies.to(self.device)
+        embed = self._checked(weights, "embed", config.vocab_size, config.hidden_size)
+        self._embed = embed.to(self.device, dtype)
+        head = embed if config.tie_embeddings else self._checked(weights, "head", config.vocab_size, config.hidden_size)
+        self._keep_fp32 = self._fp32_bytes() <= _FP32_COPY_LIMIT_BYTES
+        self._head = self._pack(head, None)
+        del embed, head
+        self._norm = self._vector(weights, "norm", config.hidden_size)
+        self._layers = list(self._build_layers(weights))
+
+    def kv_layout(self, block_size: int) -> KVLayout:
+        """The layout of a pool for this model, in its storage dtype."""
+        return KVLayout(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, block_size, self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: Tensor) -> Tensor:
+        """Compute the batch, write its KV into ``pool`` and return logits fp32 [S, vocab] of ``logits_index``.
+
+        All KV the rows can see, except that of the batch itself, must be in the pool already.
+        """
+        config, eps = self.config, self.config.rms_eps
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        heads = (-1, config.num_heads, config.head_dim)
+        kv_heads = (-1, config.num_kv_heads, config.head_dim)
+        cos, sin = rope_tables(batch.positions, self._frequencies, self._rope_factor)
+        x = torch.nn.functional.embedding(batch.tokens, self._embed).to(self.activation_dtype)
+        for index, layer in enumerate(self._layers):
+            q, k, v = layer.qkv(rms_norm(x, layer.attn_norm, eps)).split_with_sizes((q_size, kv_size, kv_size), dim=-1)
+            q, k = q.view(heads), k.view(kv_heads)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            store_kv(pool, index, k, v.view(kv_heads), batch.slots)
+            attended = paged_attention(
+                q, pool, index, batch.rows, self._scale, window=layer.window, invariant=self.invariant
+            )
+            x = x + layer.o(attended.flatten(1))
+            x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, eps))))
+        wanted = rms_norm(x.index_select(0, batch.logits_index), self._norm, eps)
+        return self._head(wanted).float()
+
+    def _build_layers(self, weights: Weights) -> Iterator[_Layer]:
+        c = self.config
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        for index in range(c.num_layers):
+            at = f"layers.{index}."
+            yield _Layer(
+                attn_norm=self._vector(weights, at + "attn_norm", c.hidden_size),
+                mlp_norm=self._vector(weights, at + "mlp_norm", c.hidden_size),
+                q_norm=self._vector(weights, at + "q_norm", c.head_dim) if c.qk_norm else None,
+                k_norm=self._vector(weights, at + "k_norm", c.head_dim) if c.qk_norm else None,
+                qkv=self._fused(weights, at, {"q": q_size, "k": kv_size, "v": kv_size}, c.hidden_size),
+                o=self._fused(weights, at, {"o": c.hidden_size}, q_size),
+                gate_up=self._fused(
+                    weights, at, {"gate": c.intermediate_size, "up": c.intermediate_size}, c.hidden_size
+                ),
+                down=self._fused(weights, at, {"down": c.hidden_size}, c.intermediate_size),
+                window=c.window(index),
+            )
+
+    def _fused(self, weights: Weights, at: str, parts: dict[str, int], inputs: int) -> PackedLinear:
+        """One matrix from several that read the same input, stacked along their outputs."""
+        matrices = [self._checked(weights, f"{at}{name}.weight", size, inputs) for name, size in parts.items()]
+        has_bias = [f"{at}{name}.bias" in weights for name in parts]
+        if self.config.qkv_bias and "q" in parts and not all(has_bias):
+            raise ModelError(f"{at}q, k, v should have a bias")
+        bias = None
+        if any(has_bias):
+            bias = torch.cat([self._checked(weights, f"{at}{name}.bias", size) for name, size in parts.items()])
+        return self._pack(matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return pack_linear(
+            weight.to(self.device),
+            None if bias is None else bias.to(self.device),
+            dtype=self.dtype,
+            invariant=self.invariant,
+            keep_fp32=self._keep_fp32,
+        )
+
+    def _vector(self, weights: Weights, name: str, size: int) -> Tensor:
+        return self._checked(weights, name, size).to(self.device, torch.float32)
+
+    @staticmethod
+    def _checked(weights: Weights, name: str, *shape: int) -> Tensor:
+        try:
+            tensor = weights[name]
+        except KeyError:
+            raise ModelError(f"the weights lack {name!r}") from None
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"weight {name!r} has shape {list(tensor.shape)}, the config says {list(shape)}")
+        return tensor
+
+    def _fp32_bytes(self) -> int:
+        c = self.config
+        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        layers = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+        return 4 * (layers + c.vocab_size * c.hidden_size)
+
+
+def activation_dtype(dtype: torch.dtype, device: torch.device, invariant: bool) -> torch.dtype:
+    """What activations are computed in for weights stored as ``dtype`` (see the module's docstring)."""
+    if dtype == torch.float32 or device.type != "cpu":
+        return dtype
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native and not invariant else torch.float32
