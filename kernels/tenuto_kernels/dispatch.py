@@ -88,6 +88,14 @@ def load(name: Backend) -> Kernels:
     return cast(Kernels, module)
 
 
+@functools.cache
+def native_bf16() -> bool:
+    """Whether this processor multiplies bf16 itself (AVX512-BF16 or AMX) rather than by conversion."""
+    # Private names, so a torch without them counts as "no": fp32 is right everywhere.
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(check is not None and check() for check in checks)
+
+
 def kernels_for(pool: torch.Tensor) -> Kernels:
     """The implementation for a pool: host pools of a GPU process are handled by the torch definitions."""
     name = backend()

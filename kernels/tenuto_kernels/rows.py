@@ -4,7 +4,7 @@ A batch is flat: the query tokens of all rows lie behind one another. One row is
 one sequence; a sequence whose missing ranges have holes between them appears as several rows with the same block table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class AttentionRows:
     query_start: tuple[int, ...]
     context_len: tuple[int, ...]
     block_tables: torch.Tensor
-    _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         count = len(self.context_len)
@@ -55,7 +55,7 @@ class AttentionRows:
     def query_len(self, row: int) -> int:
         return self.query_start[row + 1] - self.query_start[row]
 
-    def once(self, key: str, build: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """What a backend derives from the rows, built at the first layer and read again by all the others."""
         if key not in self._memo:
             self._memo[key] = build()
