@@ -1,0 +1,403 @@
+"""The cache's only writer: sequences acquire a prefix, publish what they compute, and let go; sessions leave their tip.
+
+Owner of the prefix tree, the tiers and every sequence's block table. Torch-free and clock-free: slots are numbers, time
+is an argument, and everything that takes time is begun and finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
+from tenuto_server.cache.identity import HASH_BYTES, chain
+from tenuto_server.cache.moves import Move
+from tenuto_server.cache.residency import Below, Label, Priority, Residency
+from tenuto_server.cache.table import BlockTable
+from tenuto_server.cache.tree import Match, PrefixTree, common_tokens, path_to, root_of
+from tenuto_server.config import CacheConfig
+
+
+@dataclass(slots=True)
+class Found:
+    """What an acquired prompt finds. Tokens by tier, tokens lost by label, and the extents that wait in lower tiers."""
+
+    cached: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    known_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Tip:
+    extent: Extent
+    rate: float
+
+
+class CacheManager:
+    """See the module. ``priority``, ``below`` and ``label`` are the engine's doors to the policy (``residency.py``)."""
+
+    def __init__(self, config: CacheConfig, priority: Priority, below: Below, label: Label) -> None:
+        self.config = config
+        self.block_tokens = config.block_tokens
+        self.tree = PrefixTree(config.block_tokens, config.extent_blocks_max, config.tombstone_blocks_max)
+        self.tiers = Residency(
+            self.tree,
+            (config.device_blocks, config.host_blocks, config.disk_blocks),
+            config.transfers_inflight_max,
+            config.transfer_blocks_max,
+            priority,
+            below,
+            label,
+        )
+        self.tables: set[BlockTable] = set()
+        self.tips: dict[int, _Tip] = {}
+        self.private_blocks = 0
+        self.copied_blocks = 0
+
+    # ---- a turn begins -------------------------------------------------------------------------------------------
+
+    def acquire(
+        self, root_hash: bytes, tokens: NDArray[np.int32], capacity_tokens: int, now_s: float
+    ) -> tuple[BlockTable, Found]:
+        """Pins the longest known prefix of a prompt (its last token is always left to compute) and opens a block table
+        with room for ``capacity_tokens``."""
+        size = self.block_tokens
+        root = self.tree.root(root_hash)
+        usable = tokens[: len(tokens) - 1]
+        if self.tiers.recovered:
+            self._adopt_recovered(root, usable)
+        match = self.tree.match(root, usable)
+        tip = root
+        if match.path:
+            tip = self.tree.cut(match.path[-1], match.last_blocks)
+            if tip is not match.path[-1]:
+                self.tiers.touch(match.path[-1])
+            if match.partial is match.path[-1]:
+                match.partial_at -= match.last_blocks
+        table = BlockTable(root, tip, np.full(-(-capacity_tokens // size), -1, np.int32), match.blocks)
+        self.tiers.pin_path(tip, 1)
+        self.tables.add(table)
+        self._acquire_partial(table, match)
+        for extent in (*path_to(tip), *([table.cow] if table.cow else [])):
+            extent.last_used_s = now_s
+            extent.uses += 1
+        return table, self._found(table)
+
+    def _acquire_partial(self, table: BlockTable, match: Match) -> None:
+        source = match.partial
+        if source is None:
+            return
+        if source.blocks > 1:
+            if match.partial_at:
+                self.tree.cut(source, match.partial_at)
+            below = source
+            source = self.tree.cut(source, 1)
+            if source is not below:
+                self.tiers.touch(below)
+        table.cow, table.cow_tokens = source, match.partial_tokens
+        self.tiers.pin_path(source, 1)
+
+    def _found(self, table: BlockTable) -> Found:
+        found = Found(known_tokens=table.path_blocks * self.block_tokens + table.cow_tokens)
+        parts = [(extent, extent.blocks * self.block_tokens) for extent in path_to(table.tip)]
+        if table.cow is not None:
+            parts.append((table.cow, table.cow_tokens))
+        for extent, count in parts:
+            tier = extent.best_tier()
+            if tier is not None:
+                found.cached[TIERS[tier]] = found.cached.get(TIERS[tier], 0) + count
+            else:
+                label = extent.lost or "capacity"
+                found.lost[label] = found.lost.get(label, 0) + count
+        return found
+
+    def _adopt_recovered(self, root: Extent, tokens: NDArray[np.int32]) -> None:
+        """Hangs blocks that a restart found on disk into the tree, as far as this prompt reaches them."""
+        size, recovered = self.block_tokens, self.tiers.recovered
+        match = self.tree.match(root, tokens)
+        if match.path and match.last_blocks < match.path[-1].blocks:
+            return
+        node = match.path[-1] if match.path else root
+        at, full = match.blocks, len(tokens) // size
+        parent = node.last_hash
+        slots: list[int] = []
+        while at + len(slots) < full:
+            begin = (at + len(slots)) * size
+            parent = chain(parent, tokens[begin : begin + size], size)
+            if parent not in recovered:
+                break
+            slots.append(recovered.pop(parent))
+        if slots:
+            extent = self.tree.add(node, tokens[at * size : (at + len(slots)) * size])
+            extent.slots[DISK] = np.array(slots, np.int32)
+            self.tiers.touch(extent)
+
+    # ---- while it runs -------------------------------------------------------------------------------------------
+
+    def settle(self, table: BlockTable) -> Extent | None:
+        """Advances the table's front over everything that is on the device; returns the extent it waits for, if any."""
+        size = self.block_tokens
+        if table.front < table.path_blocks * size:
+            for extent in path_to(table.tip, table.front // size):
+                slots = extent.slots[DEVICE]
+                if slots is None:
+                    return extent
+                first = max(extent.start, table.front // size)
+                self._own(table, first, extent.end, give_back=True)
+                table.blocks[first : extent.end] = slots[first - extent.start :]
+                table.front = extent.end * size
+        if table.cow is not None and table.front == table.path_blocks * size and table.cow.slots[DEVICE] is None:
+            return table.cow
+        return None
+
+    def allocate(self, table: BlockTable, upto_tokens: int, now_ns: int) -> bool:
+        """Gives the sequence its own device blocks for everything between its front and ``upto_tokens``."""
+        size = self.block_tokens
+        first, last = table.front // size, -(-upto_tokens // size)
+        missing = [block for block in range(first, last) if block not in table.private]
+        if not missing:
+            return True
+        if not self.tiers.make_room(DEVICE, len(missing), now_ns):
+            return False
+        table.blocks[missing] = self.tiers.pools[DEVICE].take(len(missing))
+        table.private.update(missing)
+        self.private_blocks += len(missing)
+        return True
+
+    def take_copy(self, table: BlockTable) -> tuple[int, int] | None:
+        """The copy-on-write that must precede the first computed token after the path, as (source, destination) device
+        slots; None if there is nothing to copy. The source stays pinned until ``copied``."""
+        if table.cow is None or table.front != table.path_blocks * self.block_tokens:
+            return None
+        source = table.cow.slots[DEVICE]
+        assert source is not None
+        assert table.path_blocks in table.private
+        table.front += table.cow_tokens
+        self.copied_blocks += 1
+        return int(source[0]), int(table.blocks[table.path_blocks])
+
+    def copied(self, table: BlockTable) -> None:
+        """The copy is made (or given up): lets its source go."""
+        if table.cow is not None:
+            source, table.cow, table.cow_tokens = table.cow, None, 0
+            self.tiers.pin_path(source, -1)
+            self._coalesce(source)
+
+    def publish(self, table: BlockTable, tokens: NDArray[np.int32], start: int, end: int) -> None:
+        """The KV of tokens [start, end) has been computed: makes its full blocks known to others. ``tokens``: the
+        sequence's tokens from 0 to at least ``end``."""
+        size = self.block_tokens
+        first, last = start // size, end // size
+        for extent in path_to(table.tip, first):
+            low, high = max(first, extent.start), min(last, extent.end)
+            if low < high and extent.slots[DEVICE] is None and not extent.moves:
+                self._fill_hole(table, extent, low, high)
+        while table.path_blocks < last:
+            self._extend_path(table, tokens[: last * size])
+
+    def _fill_hole(self, table: BlockTable, extent: Extent, low: int, high: int) -> None:
+        piece = extent
+        if low > extent.start:
+            self.tree.cut(extent, low - extent.start)
+        if high < extent.end:
+            piece = self.tree.cut(extent, high - low)
+        self.tiers.adopt_device(piece, table.blocks[low:high])
+        self._own(table, low, high, give_back=False)
+
+    def _extend_path(self, table: BlockTable, tokens: NDArray[np.int32]) -> None:
+        size, at = self.block_tokens, table.path_blocks
+        rest = tokens[at * size :]
+        child = table.tip.children.get(rest[:size].tobytes())
+        if child is None:
+            child = self.tree.add(table.tip, rest)
+            child.pins = 1
+            child.last_used_s, child.uses = table.tip.last_used_s, 1
+            self.tiers.adopt_device(child, table.blocks[at : at + child.blocks])
+            self._own(table, at, at + child.blocks, give_back=False)
+        else:
+            below = child
+            child = self.tree.cut(child, common_tokens(child.tokens, rest) // size)
+            if child is not below:
+                self.tiers.touch(below)
+            if child.slots[DEVICE] is not None and not child.pins:
+                self.tiers.pinned_device_blocks += child.blocks
+            child.pins += 1
+            child.stamp += 1
+            slots = child.slots[DEVICE]
+            if slots is not None:
+                self._own(table, at, at + child.blocks, give_back=True)
+                table.blocks[at : at + child.blocks] = slots
+            elif not child.moves:
+                self.tiers.adopt_device(child, table.blocks[at : at + child.blocks])
+                self._own(table, at, at + child.blocks, give_back=False)
+        table.tip = child
+        table.path_blocks += child.blocks
+
+    def _own(self, table: BlockTable, first: int, end: int, *, give_back: bool) -> None:
+        """The table stops owning blocks [first, end): their slots go back, or an extent has taken them over."""
+        mine = [block for block in table.private if first <= block < end]
+        if give_back and mine:
+            self.tiers.pools[DEVICE].give(table.blocks[sorted(mine)])
+        table.private.difference_update(mine)
+        self.private_blocks -= len(mine)
+
+    # ---- it ends -------------------------------------------------------------------------------------------------
+
+    def release(self, table: BlockTable, tokens: NDArray[np.int32], now_s: float) -> Extent:
+        """Closes a table: the partial last block becomes a tail, private blocks go back, pins are lifted. ``tokens``:
+        the sequence's tokens from 0 to at least its front. Returns the extent that its context ends in."""
+        size = self.block_tokens
+        self.copied(table)
+        end = table.tip
+        fill = table.front - table.path_blocks * size
+        if 0 < fill < size and table.path_blocks in table.private:
+            end = self._leave_tail(table, tokens[table.path_blocks * size : table.front])
+        self._own(table, 0, len(table.blocks), give_back=True)
+        for extent in (*path_to(table.tip), end):
+            extent.last_used_s = now_s
+        if end is not table.tip:
+            self.tiers.touch(end)
+        self.tiers.pin_path(table.tip, -1)
+        self.tables.discard(table)
+        return end
+
+    def _leave_tail(self, table: BlockTable, tokens: NDArray[np.int32]) -> Extent:
+        for tail in table.tip.tails:
+            if len(tail.tokens) == len(tokens) and common_tokens(tail.tokens, tokens) == len(tokens):
+                if tail.slots[DEVICE] is None and not tail.moves:
+                    break
+                return tail
+        else:
+            tail = self.tree.add(table.tip, tokens)
+            tail.uses = 1
+        at = table.path_blocks
+        self.tiers.adopt_device(tail, table.blocks[at : at + 1])
+        self._own(table, at, at + 1, give_back=False)
+        return tail
+
+    # ---- sessions ------------------------------------------------------------------------------------------------
+
+    def set_tip(self, session: int, extent: Extent | None) -> None:
+        """A session's context now ends in ``extent`` (None: the session is forgotten)."""
+        old = self.tips.get(session)
+        rate = old.rate if old else 0.0
+        if old is not None:
+            self._count(old.extent, -1, -rate)
+            old.extent.tips.discard(session)
+            del self.tips[session]
+        if extent is not None:
+            extent.tips.add(session)
+            self._count(extent, 1, rate)
+            self.tips[session] = _Tip(extent, rate)
+        if old is not None and old.extent is not extent:
+            self._coalesce(old.extent)
+        if extent is not None:
+            self._coalesce(extent)
+
+    def set_rate(self, session: int, rate: float) -> None:
+        """A session's return rate changed: every extent of its context is re-filed."""
+        tip = self.tips.get(session)
+        if tip is not None and rate != tip.rate:
+            self._count(tip.extent, 0, rate - tip.rate)
+            tip.rate = rate
+
+    def shorten_tip(self, session: int, tokens: int) -> None:
+        """Only the first ``tokens`` tokens of a session's context are still wanted (a compaction)."""
+        tip = self.tips.get(session)
+        if tip is None:
+            return
+        node, block = tip.extent, tokens // self.block_tokens
+        while node.parent is not None and node.start >= block:
+            node = node.parent
+        if node.parent is not None and node.end > block and not node.fill:
+            below = node
+            node = self.tree.cut(node, block - node.start)
+            self.tiers.touch(below)
+        if node is not tip.extent:
+            self.set_tip(session, node)
+
+    def _count(self, extent: Extent, users: int, rate: float) -> None:
+        node: Extent | None = extent
+        while node is not None:
+            node.users += users
+            node.rate = node.rate + rate if node.users else 0.0
+            if node.rate < 1e-15:
+                node.rate = 0.0
+            if node.parent is not None:
+                self.tiers.touch(node)
+            node = node.parent
+
+    def context(self, session: int) -> list[Extent]:
+        """The extents of a session's last context, in order."""
+        tip = self.tips.get(session)
+        return path_to(tip.extent) if tip else []
+
+    def session_root(self, session: int) -> Extent | None:
+        """The root that a session's context hangs from."""
+        tip = self.tips.get(session)
+        return root_of(tip.extent) if tip else None
+
+    # ---- copies --------------------------------------------------------------------------------------------------
+
+    def finish_move(self, move_id: int, ok: bool, bad: Iterable[int] = ()) -> Move | None:
+        """Ends a copy (``Residency.finish_move``) and joins what became equal."""
+        move = self.tiers.finish_move(move_id, ok, bad)
+        if move is not None:
+            for piece in move.pieces:
+                if piece.parent is not None:
+                    self._coalesce(piece)
+        return move
+
+    def recover_disk(self, hashes: Iterable[bytes], slots: Iterable[int]) -> int:
+        """Blocks that a restart found on disk, by chained hash; they join the tree when a prompt reaches them."""
+        found = {
+            h: s for h, s in zip(hashes, slots, strict=True) if len(h) == HASH_BYTES and s < self.config.disk_blocks
+        }
+        if found:
+            self.tiers.pools[DISK].claim(np.fromiter(found.values(), np.int32, len(found)))
+            self.tiers.recovered.update(found)
+        return len(found)
+
+    def prune(self) -> None:
+        """Keeps the memory of lost blocks within its limit."""
+        if self.tree.tombstone_blocks > self.config.tombstone_blocks_max:
+            self.tree.prune(self._leave)
+
+    def _leave(self, extent: Extent) -> None:
+        parent = extent.parent
+        assert parent is not None
+        for session in list(extent.tips):
+            extent.tips.discard(session)
+            parent.tips.add(session)
+            self.tips[session].extent = parent
+
+    def _coalesce(self, extent: Extent) -> None:
+        for changed in self.tree.coalesce(extent):
+            self.tiers.touch(changed)
+
+    # ---- figures -------------------------------------------------------------------------------------------------
+
+    def reclaimable_device_blocks(self) -> int:
+        """Device blocks that are free or can be freed without touching a running sequence."""
+        tiers = self.tiers
+        inflight = sum(move.blocks for move in tiers.moves.values() if move.dst == DEVICE)
+        return self.config.device_blocks - tiers.pinned_device_blocks - self.private_blocks - inflight
+
+    def resident_tokens(self, session: int) -> dict[str, int]:
+        """Tokens of a session's context by the fastest tier that holds them."""
+        totals: dict[str, int] = {}
+        for extent in self.context(session):
+            tier = extent.best_tier()
+            if tier is not None:
+                totals[TIERS[tier]] = totals.get(TIERS[tier], 0) + len(extent.tokens)
+        return totals
+
+    def used_blocks(self, tier: int) -> int:
+        """Slots of a tier that are not free."""
+        return self.tiers.pools[tier].capacity - self.tiers.pools[tier].free
+
+
+__all__ = ["DEVICE", "DISK", "HOST", "CacheManager", "Found"]

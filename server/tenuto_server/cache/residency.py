@@ -1,0 +1,281 @@
+"""Where blocks live: the slot pools and eviction heaps of the tiers, and the copies between them.
+
+Owner of pools, heaps and moves. Everything that takes time has two phases: ``begin_move`` reserves and protects,
+``finish_move`` makes the outcome true or puts everything back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent, LostLabel
+from tenuto_server.cache.moves import Move, Purpose
+from tenuto_server.cache.pool import SlotPool
+from tenuto_server.cache.tree import PrefixTree
+
+Priority = Callable[[Extent, int], float]
+Below = Callable[[Extent, int], int | None]
+Label = Callable[[Extent, int], LostLabel]
+
+
+class Residency:
+    """Three tiers of blocks. ``priority(extent, tier)``: lowest goes first. ``below(extent, tier)``: where an extent
+    leaving a tier under pressure is copied first, None to drop it. ``label(extent, tier)``: why a last copy was lost."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        capacities: tuple[int, int, int],
+        moves_max: int,
+        move_blocks_max: int,
+        priority: Priority,
+        below: Below,
+        label: Label,
+    ) -> None:
+        self.pools = tuple(SlotPool(capacity) for capacity in capacities)
+        self.moves: dict[int, Move] = {}
+        self.recovered: dict[bytes, int] = {}
+        self.dropped_disk: list[int] = []
+        self.begun: list[Move] = []
+        self.evicted_blocks: dict[str, int] = dict.fromkeys(TIERS, 0)
+        self.dropped_blocks: dict[LostLabel, int] = {"retention": 0, "capacity": 0}
+        self.corrupt_blocks: dict[str, int] = dict.fromkeys(TIERS, 0)
+        self.failed_moves = 0
+        self.pinned_device_blocks = 0
+        self._tree = tree
+        self._moves_max = moves_max
+        self._move_blocks_max = move_blocks_max
+        self._heaps: tuple[list[tuple[float, int, int, Extent]], ...] = ([], [], [])
+        self._priority, self._below, self._label = priority, below, label
+        self._next_move = 0
+
+    # ---- heaps ---------------------------------------------------------------------------------------------------
+
+    def touch(self, extent: Extent) -> None:
+        """Re-files an extent in the heaps after anything that its priority or evictability depends on has changed."""
+        extent.stamp += 1
+        if extent.pins or extent.moves:
+            return
+        for tier in (DEVICE, HOST, DISK):
+            if extent.slots[tier] is not None:
+                heap = self._heaps[tier]
+                heapq.heappush(heap, (self._priority(extent, tier), extent.order, extent.stamp, extent))
+                if len(heap) > 256 and len(heap) > 4 * (self.pools[tier].capacity - self.pools[tier].free):
+                    self._compact(tier)
+
+    def _compact(self, tier: int) -> None:
+        heap = self._heaps[tier]
+        heap[:] = [entry for entry in heap if entry[2] == entry[3].stamp and entry[3].evictable(tier)]
+        heapq.heapify(heap)
+
+    def _lowest(self, tier: int) -> tuple[float, Extent] | None:
+        heap = self._heaps[tier]
+        while heap:
+            priority, _, stamp, extent = heap[0]
+            if stamp == extent.stamp and extent.parent is not None and extent.evictable(tier):
+                return priority, extent
+            heapq.heappop(heap)
+        return None
+
+    def price(self, tier: int) -> float:
+        """The lowest index held on a full tier; 0 while there is room."""
+        if self.pools[tier].free > 0:
+            return 0.0
+        lowest = self._lowest(tier)
+        return max(0.0, lowest[0]) if lowest else 0.0
+
+    def pin_path(self, extent: Extent, delta: int) -> None:
+        """Pins (+1) or unpins (-1) everything from ``extent`` up to its root."""
+        node: Extent | None = extent
+        while node is not None:
+            before = node.pins
+            node.pins += delta
+            assert node.pins >= 0
+            if node.slots[DEVICE] is not None and (not before or not node.pins):
+                self.pinned_device_blocks += node.blocks if not before else -node.blocks
+            if not node.pins and node.parent is not None:
+                self.touch(node)
+            node = node.parent
+
+    # ---- making room ---------------------------------------------------------------------------------------------
+
+    def make_room(self, tier: int, need: int, now_ns: int, *, ceiling: float | None = None, drop: bool = False) -> bool:
+        """Frees slots until ``need`` are free; True if they are now. Victims that deserve a lower copy start their
+        copy first and free their slots when it ends (call again then). ``ceiling``: take nothing of higher priority.
+        ``drop``: lose what has no lower copy rather than wait for one."""
+        pool = self.pools[tier]
+        coming = sum(move.blocks for move in self.moves.values() if move.src == tier and move.drop_source)
+        while pool.free + coming < need or (drop and pool.free < need):
+            if tier == DISK and self.recovered:
+                self._forget_recovered(need - pool.free)
+                continue
+            lowest = self._lowest(tier)
+            if lowest is None or (ceiling is not None and lowest[0] >= ceiling):
+                break
+            victim = self._trim(lowest[1], need - pool.free - (0 if drop else coming))
+            if any(victim.slots[lower] is not None for lower in range(tier + 1, 3)):
+                self.drop(victim, tier)
+                continue
+            target = None if drop else self._below(victim, tier)
+            if target is not None:
+                move = self.begin_move(victim, tier, target, "offload", now_ns, drop_source=True)
+                if move is not None:
+                    coming += move.blocks
+                    continue
+            self.drop(victim, tier)
+        return pool.free >= need
+
+    def _trim(self, extent: Extent, wanted: int) -> Extent:
+        """Of a victim, the part to take: its last blocks, a little more than wanted, at most one move's worth. The tail
+        goes first since it is the part least often shared and least likely to be in the next prompt."""
+        take = max(1, min(max(wanted, 8), self._move_blocks_max))
+        if extent.fill or extent.blocks <= take + 8:
+            return extent if extent.blocks <= self._move_blocks_max else self._trim_exact(extent, take)
+        return self._trim_exact(extent, take)
+
+    def _trim_exact(self, extent: Extent, take: int) -> Extent:
+        upper = self._tree.cut(extent, extent.blocks - take)
+        self.touch(upper)
+        self.touch(extent)
+        return extent
+
+    def _forget_recovered(self, count: int) -> None:
+        for _ in range(min(count, len(self.recovered))):
+            slot = self.recovered.pop(next(iter(self.recovered)))
+            self.pools[DISK].give(np.array([slot], np.int32))
+            self.dropped_disk.append(slot)
+
+    def drop(self, extent: Extent, tier: int) -> None:
+        """Frees an extent's slots on a tier now; if that was the last copy, it becomes a tombstone with a label."""
+        slots = extent.slots[tier]
+        assert slots is not None
+        assert not any(move.src == tier for move in extent.moves)
+        lost = self._label(extent, tier)
+        extent.slots[tier] = None
+        self._release(tier, slots)
+        self.evicted_blocks[TIERS[tier]] += extent.blocks
+        if not extent.resident and not extent.moves:
+            extent.lost = lost
+            self.dropped_blocks[lost] += extent.blocks
+            self._tree.bury(extent)
+        self.touch(extent)
+
+    def _release(self, tier: int, slots: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        self.pools[tier].give(slots)
+        if tier == DISK:
+            self.dropped_disk.extend(slots.tolist())
+
+    # ---- copies --------------------------------------------------------------------------------------------------
+
+    def begin_move(
+        self,
+        extent: Extent,
+        src: int,
+        dst: int,
+        purpose: Purpose,
+        now_ns: int,
+        *,
+        drop_source: bool = False,
+        ceiling: float | None = None,
+    ) -> Move | None:
+        """Starts copying an extent; None if the destination has no room (nothing above ``ceiling`` is evicted for it),
+        too many copies are in flight, or the destination has refused it."""
+        source = extent.slots[src]
+        if source is None or extent.slots[dst] is not None or extent.moving_to(dst) or extent.refused & (1 << dst):
+            return None
+        if src == DISK and any(move.src == DISK for move in extent.moves):
+            return None
+        if len(self.moves) >= self._moves_max or extent.blocks > self.pools[dst].capacity:
+            return None
+        if ceiling is None and dst != DEVICE:
+            ceiling = self._priority(extent, dst)
+        # The source must survive making room: a move protects it only once it is filed.
+        extent.pins += 1
+        room = self.make_room(dst, extent.blocks, now_ns, ceiling=ceiling, drop=dst != DEVICE)
+        extent.pins -= 1
+        if not room:
+            self.touch(extent)
+            return None
+        self._next_move += 1
+        move = Move(
+            self._next_move,
+            src,
+            dst,
+            [extent],
+            source.copy(),
+            self.pools[dst].take(extent.blocks),
+            purpose,
+            drop_source,
+            now_ns,
+            extent.hashes,
+        )
+        extent.moves.append(move)
+        extent.stamp += 1
+        self.moves[move.id] = move
+        self.begun.append(move)
+        return move
+
+    def finish_move(self, move_id: int, ok: bool, bad: Iterable[int] = ()) -> Move | None:
+        """Ends a copy. ``bad``: positions whose *source* bytes are wrong: neither copy of those is kept. Not ``ok``
+        without ``bad``: the destination is given back and the source stands. None for an unknown id."""
+        move = self.moves.pop(move_id, None)
+        if move is None:
+            return None
+        wrong = sorted(set(bad))
+        if not ok or wrong:
+            self.failed_moves += 1
+        if wrong:
+            self._isolate(move, wrong)
+            self.corrupt_blocks[TIERS[move.src]] += len(wrong)
+        offset, bad_set = 0, set(wrong)
+        for piece in list(move.pieces):
+            slots = move.dst_slots[offset : offset + piece.blocks]
+            is_bad = offset in bad_set
+            offset += piece.blocks
+            piece.moves.remove(move)
+            if ok and not is_bad:
+                piece.slots[move.dst] = slots
+                if move.dst == DEVICE and piece.pins:
+                    self.pinned_device_blocks += piece.blocks
+                if move.drop_source and not piece.pins and not piece.moves and piece.slots[move.src] is not None:
+                    self.drop(piece, move.src)
+            else:
+                self._release(move.dst, slots)
+                piece.refused |= 1 << move.dst
+                if is_bad and piece.slots[move.src] is not None and not any(m.src == move.src for m in piece.moves):
+                    self.drop(piece, move.src)  # (another reader of the same bytes finds out by itself)
+            self.touch(piece)
+        return move
+
+    def _isolate(self, move: Move, wrong: list[int]) -> None:
+        """Cuts the move's pieces so that every wrong block is a piece of its own."""
+        for position in wrong:
+            offset = 0
+            for piece in list(move.pieces):
+                if offset <= position < offset + piece.blocks:
+                    if position > offset:
+                        self._tree.cut(piece, position - offset)
+                    if piece.blocks > 1:
+                        self._tree.cut(piece, 1)
+                    break
+                offset += piece.blocks
+
+    def adopt_device(self, extent: Extent, slots: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        """Gives an extent freshly computed device blocks."""
+        assert extent.slots[DEVICE] is None
+        assert len(slots) == extent.blocks
+        self._tree.revive(extent)
+        extent.slots[DEVICE] = np.ascontiguousarray(slots, np.int32).copy()
+        extent.refused = 0
+        if extent.pins:
+            self.pinned_device_blocks += extent.blocks
+        self.touch(extent)
+
+    def chunk(self, extent: Extent) -> Extent:
+        """The last piece of an extent that fits one move."""
+        if extent.blocks <= self._move_blocks_max:
+            return extent
+        return self._trim_exact(extent, self._move_blocks_max)

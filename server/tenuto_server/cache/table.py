@@ -1,0 +1,34 @@
+"""A sequence's block table. Written by ``CacheManager`` only; the engine and the plan read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto_server.cache.extent import Extent
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """``blocks``: device slots int32, valid up to token ``front``; ``tip``: the last extent of the pinned path, which
+    covers blocks 0 .. ``path_blocks``; ``private``: block indices whose slots the sequence owns.
+
+    ``front``: tokens whose KV is in place (or will be, once the forward that was planned last is done).
+    ``cow``: pinned source of a copy-on-write for the first ``cow_tokens`` tokens of block ``path_blocks``.
+    """
+
+    root: Extent
+    tip: Extent
+    blocks: NDArray[np.int32]
+    path_blocks: int = 0
+    front: int = 0
+    private: set[int] = field(default_factory=set)
+    cow: Extent | None = None
+    cow_tokens: int = 0
+
+    @property
+    def owned(self) -> int:
+        """Number of device slots the sequence owns."""
+        return len(self.private)
