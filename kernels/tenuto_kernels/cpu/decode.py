@@ -5,24 +5,19 @@ with the batch.
 """
 
 import functools
-import importlib
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from tenuto_kernels.cpu import native
 from tenuto_kernels.cpu.pages import gather_pages, page_index
 
 #: At most this many padded keys (over all KV heads) in one group: the gathered pages stay in the last-level cache.
 GROUP_KEYS = 1 << 16
 #: A row joins a group while it fills at least this share of the group's longest context.
 GROUP_FILL = 0.75
-
-NativeDecode = Callable[
-    [torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, float, torch.Tensor],
-    None,
-]
+#: Query heads per KV head up to which the native operators keep a group in registers.
+NATIVE_GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -55,21 +50,23 @@ def decode_attention(
     q: torch.Tensor, pool: torch.Tensor, layer: int, rows: DecodeRows, scale: float, window: int | None
 ) -> torch.Tensor:
     """`q` `[R, Hq, D]` against its rows' pages: `[R, Hq, D]` in q's dtype."""
-    native = native_decode() if window is None and q.device.type == "cpu" and pool.dtype != torch.float16 else None
-    if native is not None:
-        out = torch.empty(q.shape, dtype=torch.float32)
-        native(q.float().contiguous(), pool, layer, rows.block_tables, rows.context_tensor, scale, out)
-        return out.to(q.dtype)
+    if native_takes(q, pool, window):
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        native.paged_decode(q.contiguous(), pool, layer, rows.block_tables, rows.context_tensor, scale, out)
+        return out
     return _decode_torch(q, pool, layer, rows, scale, window)
 
 
-@functools.cache
-def native_decode() -> NativeDecode | None:
-    """The native operator, or None where it is not built or not usable here."""
-    if importlib.util.find_spec("tenuto_kernels.cpu.native") is None:
-        return None
-    native = importlib.import_module("tenuto_kernels.cpu.native")
-    return native.paged_decode if native.available() else None
+def native_takes(q: torch.Tensor, pool: torch.Tensor, window: int | None) -> bool:
+    """Whether the native operators are there and handle these arguments."""
+    return (
+        window is None
+        and q.device.type == "cpu"
+        and q.dtype != torch.float16
+        and pool.dtype != torch.float16
+        and q.shape[1] // pool.shape[3] <= NATIVE_GROUP
+        and native.available()
+    )
 
 
 def _decode_torch(
