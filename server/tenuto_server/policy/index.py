@@ -1,0 +1,278 @@
+"""The Gittins index of a pause, exact on a piecewise-uniform distribution. Pure functions and frozen values, no state.
+
+A pause of unknown length R is drawn as a curve: against the expected waiting time A(t) = E[min(R, t)] stands the
+probability C(t) = P(R <= t). From a point e seconds in, a lease of w more seconds gains C(e+w) - C(e) and costs
+A(e+w) - A(e); both lack the same factor 1 / P(R > e). The best ratio (the Gittins index; "hit density" in LHD, Beckmann
+et al., NSDI 2018) is therefore the steepest line from (A(e), C(e)) to a later point of the curve. Within a cell of
+uniform density the curve is convex, so the steepest line ends at a cell's edge, and those of all edges together are
+found by one sweep over the upper hull from the right.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import erf, exp, inf, log, pi, sqrt
+from typing import TypeAlias
+
+from tenuto.wire import Forecast
+
+WIDE_SHARE = 0.05
+"""Share of a forecast's mass that is spread widely: forecasts miss by far more often than a lognormal admits."""
+WIDE_SIGMA = 2.2
+"""Log-sd of that share, at least: that of human gaps as a class (KVCT, 2.17), the widest class there is."""
+SIGMA_UNSTATED = 1.4
+"""Log-sd of a forecast that gives no p90: that of tool run times within one tool and program (AgentCgroup, 1.36)."""
+_Z90 = 1.2815515655446004
+_Z_NARROW = tuple(i * 0.25 for i in range(-12, 13))
+_Z_WIDE = tuple(i * 0.5 for i in range(-7, 8))
+_TAIL_DOUBLINGS = 12
+_SQRT2 = sqrt(2.0)
+_SQRT2PI = sqrt(2.0 * pi)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """A forecast: 95 % lognormal around exp(``log_median``) seconds with log-sd ``sigma``, 5 % as wide as a class."""
+
+    log_median: float
+    sigma: float
+
+    @property
+    def wide(self) -> float:
+        """Log-sd of the wide share."""
+        return max(WIDE_SIGMA, 2.5 * self.sigma)
+
+    @classmethod
+    def read(cls, forecast: Forecast, shift: float = 0.0, factor: float = 1.0) -> LogNormal:
+        """The forecast with its median moved by ``shift`` in log seconds and its log-spread multiplied by ``factor``."""
+        p50_s = max(forecast.p50_s, 1e-3)
+        sigma = SIGMA_UNSTATED if forecast.p90_s is None else log(max(forecast.p90_s / p50_s, 1.0)) / _Z90
+        return cls(log(p50_s) + shift, min(4.0, max(0.02, sigma * factor)))
+
+    def log_density(self, log_length: float) -> float:
+        """Log of the density of log R at ``log_length``."""
+        d, wide = log_length - self.log_median, self.wide
+        narrow = exp(-0.5 * min(1400.0, (d / self.sigma) ** 2)) / self.sigma
+        return log(
+            (1.0 - WIDE_SHARE) * narrow / _SQRT2PI + WIDE_SHARE * exp(-0.5 * (d / wide) ** 2) / (wide * _SQRT2PI)
+        )
+
+    def edges(self) -> list[float]:
+        """Cell edges in seconds, ascending."""
+        wide, sigma = self.wide, self.sigma
+        reach = _Z_NARROW[-1] * sigma
+        offsets = [z * sigma for z in _Z_NARROW]
+        offsets += [z * wide for z in _Z_WIDE if abs(z * wide) > reach]
+        offsets.sort()
+        return [exp(self.log_median + offset) for offset in offsets]
+
+    def cdf(self, edges: Sequence[float]) -> list[float]:
+        """P(R <= t) at each of ``edges`` (> 0 seconds)."""
+        narrow, wide, median = 1.0 / (self.sigma * _SQRT2), 1.0 / (self.wide * _SQRT2), self.log_median
+        out = []
+        for edge in edges:
+            d = log(edge) - median
+            out.append(0.5 + 0.5 * ((1.0 - WIDE_SHARE) * erf(d * narrow) + WIDE_SHARE * erf(d * wide)))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Empirical:
+    """Observed lengths as ``quantiles`` at evenly spaced probabilities (i + 0.5) / n, in seconds, ascending.
+
+    Beyond the last one follows a power law with exponent 1 ("having waited t, the median remaining wait is about t").
+    ``after_s``: only lengths beyond it count, and time starts there.
+    """
+
+    quantiles: tuple[float, ...]
+    after_s: float = 0.0
+
+    def survival(self) -> float:
+        """P(R > after_s)."""
+        return 1.0 - _interpolate(*_points(self.quantiles), self.after_s)
+
+    def edges(self) -> list[float]:
+        """Cell edges in seconds, ascending."""
+        times, _ = _points(self.quantiles)
+        if not self.after_s:
+            return list(times[1:])
+        rest = [time - self.after_s for time in times[bisect_right(times, self.after_s) :]]
+        # Past everything ever seen: the power law goes on from where the pause is now.
+        return rest or [self.after_s * (2.0**i - 1.0) for i in range(1, _TAIL_DOUBLINGS + 1)]
+
+    def cdf(self, edges: Sequence[float]) -> list[float]:
+        """P(R <= after_s + t | R > after_s) at each of ``edges`` (> 0 seconds, ascending)."""
+        times, mass = _points(self.quantiles)
+        before = _interpolate(times, mass, self.after_s)
+        if before >= 1.0:
+            return [1.0 - self.after_s / (self.after_s + edge) for edge in edges]
+        out, i, last = [], 1, len(times) - 1
+        scale = 1.0 / (1.0 - before)
+        for edge in edges:
+            time = edge + self.after_s
+            while i < last and times[i] < time:
+                i += 1
+            share = min(1.0, (time - times[i - 1]) / (times[i] - times[i - 1]))
+            out.append((mass[i - 1] + share * (mass[i] - mass[i - 1]) - before) * scale)
+        return out
+
+
+Part: TypeAlias = LogNormal | Empirical
+Component: TypeAlias = tuple[float, float, Part]
+"""(weight in the mixture, probability of any return at all, distribution of the length if it returns)."""
+
+
+@lru_cache(maxsize=1024)
+def _points(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The distribution function as points (seconds, probability), from (0, 0) to the end of the power-law tail."""
+    n = len(quantiles)
+    times, mass = [0.0], [0.0]
+    for i, quantile in enumerate(quantiles):
+        # Ties would be atoms; each gets a cell of a thousandth of its length.
+        times.append(max(quantile, times[-1] * 1.001, 1e-6))
+        mass.append((i + 0.5) / n)
+    left = 0.5 / n
+    for _ in range(_TAIL_DOUBLINGS):
+        left *= 0.5
+        times.append(times[-1] * 2.0)
+        mass.append(1.0 - left)
+    mass[-1] = 1.0
+    return tuple(times), tuple(mass)
+
+
+def _interpolate(times: Sequence[float], mass: Sequence[float], time: float) -> float:
+    if time >= times[-1]:
+        return 1.0
+    i = bisect_right(times, time)
+    return mass[i - 1] + (mass[i] - mass[i - 1]) * (time - times[i - 1]) / (times[i] - times[i - 1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """A pause's curve with the index at every edge.
+
+    ``edges`` seconds, first 0; ``mass``: P(R <= edge), ``area``: E[min(R, edge)]; ``index``: Gittins index at the edge in
+    1/s; ``reach``: number of the edge at which its best lease ends. ``total``: probability of returning at all, and
+    ``end_mass`` of not (they need not add up to 1: a keepalive lowers the latter).
+    """
+
+    edges: tuple[float, ...]
+    mass: tuple[float, ...]
+    area: tuple[float, ...]
+    index: tuple[float, ...]
+    reach: tuple[int, ...]
+    total: float
+    end_mass: float
+
+    def mass_at(self, elapsed_s: float) -> float:
+        """P(R <= elapsed_s)."""
+        if elapsed_s >= self.edges[-1]:
+            return self.total
+        return _interpolate(self.edges, self.mass, max(0.0, elapsed_s))
+
+    def p_end(self, elapsed_s: float) -> float:
+        """Probability that a pause which lasts ``elapsed_s`` already never ends."""
+        left = self.total - self.mass_at(elapsed_s) + self.end_mass
+        return self.end_mass / left if left > 0.0 else 1.0
+
+    def index_at(self, elapsed_s: float) -> float:
+        """The Gittins index ``elapsed_s`` seconds into the pause, 1/s; 0 past the end of the distribution."""
+        edges, mass, area, index = self.edges, self.mass, self.area, self.index
+        if elapsed_s >= edges[-1]:
+            return 0.0
+        elapsed_s = max(0.0, elapsed_s)
+        j = bisect_right(edges, elapsed_s)
+        c = mass[j - 1] + (mass[j] - mass[j - 1]) * (elapsed_s - edges[j - 1]) / (edges[j] - edges[j - 1])
+        alive = self.total + self.end_mass
+        a = area[j] - (alive - 0.5 * (c + mass[j])) * (edges[j] - elapsed_s)
+        # Cancellation in the far tail may leave no width at all: the edge's own index is then as good as any.
+        if area[j] - a <= 1e-12 * area[j]:
+            return index[j]
+        best = (mass[j] - c) / (area[j] - a)
+        while index[j] > best:
+            j = self.reach[j]
+            best = (mass[j] - c) / (area[j] - a)
+        return best
+
+    def next_change(self, elapsed_s: float, now: float, factor: float) -> float:
+        """The first edge after ``elapsed_s`` at which the index differs from ``now`` by ``factor`` or more; inf if none."""
+        low, high = now / factor, now * factor
+        edges, index = self.edges, self.index
+        for i in range(bisect_right(edges, elapsed_s), len(edges)):
+            if not low < index[i] < high:
+                return edges[i]
+        return inf
+
+    def above_until(self, elapsed_s: float, threshold: float, gap_s: float) -> float:
+        """The last time up to which the index stays above ``threshold``, gaps shorter than ``gap_s`` aside."""
+        edges, index = self.edges, self.index
+        last = elapsed_s
+        for i in range(bisect_right(edges, elapsed_s), len(edges)):
+            if index[i] > threshold:
+                last = edges[i]
+            elif edges[i] - last > gap_s:
+                break
+        return last
+
+    def first_above(self, elapsed_s: float, threshold: float) -> float | None:
+        """The first time from ``elapsed_s`` on at which the index exceeds ``threshold``; None if never."""
+        if self.index_at(elapsed_s) > threshold:
+            return elapsed_s
+        for i in range(bisect_right(self.edges, elapsed_s), len(self.edges)):
+            if self.index[i] > threshold:
+                return self.edges[i]
+        return None
+
+    def return_by(self, elapsed_s: float, share: float) -> float:
+        """The time by which ``share`` of the returns that can still come have come."""
+        before = self.mass_at(elapsed_s)
+        goal = before + share * (self.total - before)
+        i = min(max(1, bisect_right(self.mass, goal)), len(self.edges) - 1)
+        width = self.mass[i] - self.mass[i - 1]
+        part = min(1.0, (goal - self.mass[i - 1]) / width) if width > 0.0 else 1.0
+        return max(elapsed_s, self.edges[i - 1] + part * (self.edges[i] - self.edges[i - 1]))
+
+
+@lru_cache(maxsize=1024)
+def _cells(components: tuple[Component, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The mixture on the union of its parts' edges: (edges in seconds, first 0; P(R <= edge))."""
+    raw = sorted({edge for weight, _, part in components if weight > 0.0 for edge in part.edges()})
+    edges: list[float] = []
+    for edge in raw:
+        if not edges or edge > edges[-1] * 1.0005:
+            edges.append(edge)
+    mass = [0.0] * len(edges)
+    for weight, p_return, part in components:
+        if weight > 0.0:
+            values = part.cdf(edges)
+            scale = weight * p_return / values[-1]
+            mass = [m + scale * v for m, v in zip(mass, values, strict=True)]
+    return (0.0, *edges), (0.0, *mass)
+
+
+@lru_cache(maxsize=1024)
+def mixture(components: tuple[Component, ...], end_mass: float | None = None) -> Curve:
+    """The curve of a mixture whose weights add up to 1.
+
+    ``end_mass`` replaces the mass of never returning (None: what the returns leave of 1).
+    """
+    edges, mass = _cells(components)
+    total = mass[-1]
+    end = max(0.0, 1.0 - total) if end_mass is None else end_mass
+    alive = total + end
+    area = [0.0]
+    for i in range(1, len(edges)):
+        area.append(area[-1] + (alive - 0.5 * (mass[i - 1] + mass[i])) * (edges[i] - edges[i - 1]))
+    n = len(edges)
+    index, reach = [0.0] * n, [n - 1] * n
+    for i in range(n - 2, -1, -1):
+        j = i + 1
+        slope = (mass[j] - mass[i]) / max(area[j] - area[i], 1e-300)
+        while index[j] > slope:
+            j = reach[j]
+            slope = (mass[j] - mass[i]) / max(area[j] - area[i], 1e-300)
+        index[i], reach[i] = slope, j
+    return Curve(edges, mass, tuple(area), tuple(index), tuple(reach), total, end)
