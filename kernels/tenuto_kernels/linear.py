@@ -5,70 +5,79 @@ for each (precision, mode), made at the first `pack_linear` and logged once.
 
 Paths, by name (`PackedLinear.kind`):
 
-- `onednn-bf16`: prepacked oneDNN, activations in bf16: for processors with bf16 arithmetic;
-- `onednn-fp32`: prepacked oneDNN in fp32;
-- `torch`: `torch.nn.functional.linear`: CUDA tensors, and whatever oneDNN does not take;
-- `tiled-fp32`: `onednn-fp32` in row tiles of one fixed size, so that a row's bits do not depend on its neighbours.
+- `native`: the C++ operator: the weight in its own precision, fp32 arithmetic, rows batch-invariant. The default where a
+  compiler is found and the processor has no bf16 arithmetic; the only one that needs no second copy of a bf16 weight
+  to be fast on such a processor.
+- `onednn-bf16`: prepacked oneDNN with bf16 activations: for processors with bf16 arithmetic (AVX512-BF16, AMX), where
+  a short measurement decides between it and `native`.
+- `onednn-fp32`: prepacked oneDNN in fp32: fp32 weights without a compiler, or an fp32 copy of bf16 ones.
+- `tiled`: `torch.nn.functional.linear` in fp32 over row tiles of one fixed size: batch-invariant without a compiler.
+- `torch`: `torch.nn.functional.linear`: CUDA tensors, and whatever else no other path takes.
 
 `TENUTO_LINEAR=<path>` forces a path for every CPU weight and so makes the choice deterministic.
 """
 
 import logging
 import os
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
+from tenuto_kernels.cpu import native
+
 log = logging.getLogger(__name__)
 
-PATHS = ("onednn-bf16", "onednn-fp32", "tiled-fp32", "torch")
+PATHS = ("native", "onednn-bf16", "onednn-fp32", "tiled", "torch")
 TILE_ROWS = 64
 
-_chosen: dict[tuple[torch.dtype, bool], str] = {}
+_chosen: dict[tuple[torch.dtype, bool, bool], str] = {}
 
 
 class PackedLinear:
     """`y = x @ weight.T + bias` with the weight in the layout its path wants.
 
-    Called with x [T, I] in fp32 or bf16, it returns [T, O] in x's dtype.
+    Called with x [T, I] in fp32 or bf16, it returns [T, O] in x's dtype. `nbytes` counts everything it keeps.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: str) -> None:
         self.out_features, self.in_features = int(weight.shape[0]), int(weight.shape[1])
         self.kind = kind
-        compute = torch.bfloat16 if kind == "onednn-bf16" else torch.float32
-        if kind == "torch":
-            compute = weight.dtype
-        weight = weight.detach().to(compute).contiguous()
-        self._compute = compute
-        self._bias = None if bias is None else bias.detach().to(compute).contiguous()
-        self._weight = weight if kind == "torch" else torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self._run: Callable[[Tensor], Tensor] = {
-            "torch": self._plain,
-            "tiled-fp32": self._tiled,
-        }.get(kind, self._onednn)
-        self.nbytes = weight.numel() * weight.element_size() + (
-            0 if self._bias is None else self._bias.numel() * self._bias.element_size()
-        )
+        self._run: Callable[[Tensor], Tensor]
+        if kind == "native":
+            panels = native.Panels(weight, bias)
+            self._run = panels
+            kept = [panels.data, panels.bias]
+        else:
+            own = {"torch": weight.dtype, "onednn-bf16": torch.bfloat16}
+            self._compute = own.get(kind, torch.float32)
+            self._weight = weight.to(self._compute).contiguous()
+            self._bias = None if bias is None else bias.detach().to(self._compute).contiguous()
+            kept = [self._weight, self._bias]
+            if kind.startswith("onednn"):
+                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
+            self._run = {"torch": self._plain, "tiled": self._tiled}.get(kind, self._onednn)
+        self.nbytes = sum(t.numel() * t.element_size() for t in kept if t is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._run(x.to(self._compute)).to(x.dtype)
+        return self._run(x)
 
     def _plain(self, x: Tensor) -> Tensor:
-        return torch_linear(x, self._weight, self._bias)
+        return torch_linear(x.to(self._compute), self._weight, self._bias).to(x.dtype)
 
     def _onednn(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._weight, self._bias, "none", [], "")
-        return out
+        wide = x.to(self._compute).contiguous()
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(wide, self._weight, self._bias, "none", [], "")
+        return out.to(x.dtype)
 
     def _tiled(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        tiles = -(-rows // TILE_ROWS)
-        padded = x.new_zeros(tiles * TILE_ROWS, x.shape[1])
+        padded = x.new_zeros(-(-rows // TILE_ROWS) * TILE_ROWS, x.shape[1], dtype=torch.float32)
         padded[:rows] = x
-        return torch.cat([self._onednn(tile) for tile in torch.split(padded, TILE_ROWS)])[:rows]
+        tiles = [torch_linear(tile, self._weight, self._bias) for tile in torch.split(padded, TILE_ROWS)]
+        return torch.cat(tiles)[:rows].to(x.dtype) if tiles else x.new_empty(0, self.out_features)
 
 
 def pack_linear(
@@ -82,9 +91,9 @@ def pack_linear(
     """Pack weight [O, I] (and bias [O]) for repeated products.
 
     `dtype` is the precision of the weight's values (bf16 or fp32): the weight is rounded to it first. `invariant` asks
-    for rows whose bits do not depend on how many other rows share the call. `keep_fp32=False` forbids an fp32 copy of
-    a bf16 weight, for models whose fp32 copy would not fit.
-    Raises ValueError on shapes or a dtype it does not take.
+    for rows whose bits do not depend on how many other rows share the call. `keep_fp32=False` forbids holding a bf16
+    weight in fp32, for models whose fp32 copy would not fit (batch invariance without a compiler needs one all the
+    same). Raises ValueError on shapes or a dtype it does not take.
     """
     if weight.dim() != 2:
         raise ValueError(f"weight must be [O, I], got {tuple(weight.shape)}")
@@ -104,20 +113,45 @@ def _path(dtype: torch.dtype, invariant: bool, keep_fp32: bool) -> str:
         if forced not in PATHS:
             raise ValueError(f"TENUTO_LINEAR={forced!r}: expected one of {', '.join(PATHS)}")
         return forced
-    key = (dtype, invariant)
+    key = (dtype, invariant, keep_fp32)
     if key not in _chosen:
-        _chosen[key] = _choose(dtype, invariant)
-        log.info("linear layers, %s%s: %s", dtype, " batch-invariant" if invariant else "", _chosen[key])
+        _chosen[key] = _choose(dtype, invariant, keep_fp32)
+        log.info("linear layers, %s%s: %s", dtype, ", batch-invariant" if invariant else "", _chosen[key])
     return _chosen[key]
 
 
-def _choose(dtype: torch.dtype, invariant: bool) -> str:
-    if not _onednn_works():
-        return "torch"
+def _choose(dtype: torch.dtype, invariant: bool, keep_fp32: bool) -> str:
+    """By capability; by measurement only where capability leaves two fast paths."""
+    compiled = native.available()
     if invariant:
-        return "tiled-fp32"
-    native_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "onednn-bf16" if dtype == torch.bfloat16 and native_bf16 else "onednn-fp32"
+        return "native" if compiled else "tiled"
+    onednn = _onednn_works()
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if dtype == torch.bfloat16 and has_bf16 and onednn:
+        return _faster("native", "onednn-bf16") if compiled else "onednn-bf16"
+    if compiled:
+        return "native"
+    if not onednn:
+        return "torch"
+    return "onednn-fp32" if dtype == torch.float32 or keep_fp32 else "torch"
+
+
+def _faster(first: str, second: str) -> str:
+    """The path with the smaller product of its times for one row (decode) and for 128 rows (prefill)."""
+    weight = torch.randn(1536, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    score = {first: 1.0, second: 1.0}
+    for kind in score:
+        packed = PackedLinear(weight, None, kind)
+        for rows in (1, 128):
+            x = torch.ones(rows, 1024, dtype=torch.bfloat16)
+            score[kind] *= min(_seconds(packed, x) for _ in range(8))
+    return min(score, key=score.__getitem__)
+
+
+def _seconds(packed: PackedLinear, x: Tensor) -> float:
+    started = time.perf_counter()
+    packed(x)
+    return time.perf_counter() - started
 
 
 def _onednn_works() -> bool:

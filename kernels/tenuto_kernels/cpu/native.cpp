@@ -96,8 +96,8 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t F, int threads) {
         const T *gate = gate_up + t * 2 * F, *up = gate + F;
         int64_t i = 0;
         for (; i + W <= F; i += W) {
-            vf g = load(gate + i);
-            store(out + t * F + i, g / (1.0f + vexp(-g)) * load(up + i));
+            const vf g = load(gate + i), x = -g < 88.0f ? -g : splat(88.0f);
+            store(out + t * F + i, g / (1.0f + vexp(x)) * load(up + i));
         }
         for (; i < F; i++) {
             const float g = to_float(gate[i]);

@@ -57,32 +57,36 @@ INLINE void store(uint16_t* p, vf v) {
     std::memcpy(p, &h, sizeof h);
 }
 
+// The sum of all lanes, in every lane's place: log2(W) rotations.
 INLINE float sum(vf v) {
-    alignas(64) float lane[W];
-    std::memcpy(lane, &v, sizeof v);
-    for (int step = W / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) lane[i] += lane[i + step];
-    return lane[0];
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+#if defined(__clang__)
+    for (int step = W / 2; step > 0; step /= 2) {
+        vf turned;
+        for (int i = 0; i < W; i++) turned[i] = v[(i + step) % W];
+        v += turned;
+    }
+#else
+#pragma GCC unroll 4
+    for (int step = W / 2; step > 0; step /= 2) v += __builtin_shuffle(v, (lane + step) & (W - 1));
+#endif
+    return v[0];
 }
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
-// exp by range reduction to |r| <= ln2/2 and a degree-6 Taylor polynomial (relative error below 3e-7); exactly 0 below
-// -87, so that a masked score (-inf) contributes nothing at all.
+// exp for x <= 88: range reduction to |r| <= ln2/2, then a degree-5 polynomial fitted for least relative error (9e-8)
+// with its constant held at 1, so that exp(0) is exactly 1. Exactly 0 below -87: a masked score (-inf) adds nothing.
 INLINE vf vexp(vf x) {
-    vf c = vmax(x, splat(-87.0f));
-    c = c < 88.0f ? c : splat(88.0f);
-    vf shifted = c * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-    vf n = shifted - 12582912.0f;
-    vf r = c - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vf p = splat(1.0f / 720);
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
+    const vf shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+    const vf n = shifted - 12582912.0f;
+    const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vf p = r * 0.00829031467f + 0.0418979293f;
+    p = p * r + 0.166676362f;
+    p = p * r + 0.499991495f;
+    p = p * r + 0.999999707f;
     p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    vi bits = (vi)p + (((vi)shifted - 0x4b400000) << 23);
+    const vi bits = (vi)p + ((vi)shifted << 23);  // the magic number's own low bits are shifted out
     return x < -87.0f ? vf{} : (vf)bits;
 }
 

@@ -272,7 +272,8 @@ void prefill_item(const Item& item, const Q* q, const P* pool, const int32_t* ta
             t += some;
         }
         for (int64_t n = 0; n < panels; n++)
-            if (panel[n].last >= from) attend(panel[n], keys, values, from, count, D, scores);
+            if (panel[n].last >= from)
+                attend(panel[n], keys, values, from, std::min(count, panel[n].last + 1 - from), D, scores);
     }
     for (int64_t lane = 0; lane < lanes; lane++) {
         const Panel& p = panel[lane / NR];
