@@ -1,0 +1,182 @@
+"""What a request may cost before anyone has looked at it: header bytes, body bytes, decompressed bytes.
+
+Owns no state between requests. ``Limits`` is plain ASGI, so it sees chunked bodies as they come; ``HttpProtocol`` gives the
+refusals that happen below ASGI the same error shape.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import anyio.to_thread
+import h11
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tenuto_server.api.errors import ApiError, bad_request, encode_json
+
+HINT_BODY_BYTES_MAX = 256 * 2**10
+_HINT_PATHS = ("/v1/kv_hints",)
+_PARSE_INLINE_BYTES = 64 * 2**10
+# A client that is still sending when we close would see a reset instead of the answer, so the rest of a body that is too
+# long is read and thrown away, within these bounds.
+_DISCARD_BYTES_MAX = 64 * 2**20
+_DISCARD_S_MAX = 10.0
+
+
+class Limits:
+    """ASGI middleware: 431 above ``header_bytes_max``, 413 above ``body_bytes_max``; names every request, and reports
+    (path, status) of every answer to ``count``.
+
+    The request id is in ``scope["request_id"]`` and in the answer's ``x-request-id``.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, header_bytes_max: int, body_bytes_max: int, count: Callable[[str, int], None]
+    ) -> None:
+        self._app, self._header_bytes_max, self._body_bytes_max = app, header_bytes_max, body_bytes_max
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope["request_id"] = request_id
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope["path"], message["status"])
+                MutableHeaders(raw=message.setdefault("headers", []))["x-request-id"] = request_id
+            await send(message)
+
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope.get("raw_path") or b"")
+        size += len(scope.get("query_string") or b"")
+        if size > self._header_bytes_max:
+            error = headers_too_large(self._header_bytes_max)
+            await error.response()(scope, receive, send_named)
+            return
+        limit = min(self._body_bytes_max, HINT_BODY_BYTES_MAX) if scope["path"] in _HINT_PATHS else self._body_bytes_max
+        counted = _CountedBody(receive, limit)
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            await counted.discard()
+            await body_too_large(limit).response()(scope, receive, send_named)
+            return
+        await self._app(scope, counted, send_named)
+
+
+class _CountedBody:
+    """``receive`` that refuses to hand out more than ``limit`` body bytes."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive, self._limit, self._seen = receive, limit, 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._seen += len(message.get("body", b""))
+            if self._seen > self._limit:
+                if message.get("more_body"):
+                    await self.discard()
+                raise body_too_large(self._limit)
+        return message
+
+    async def discard(self) -> None:
+        seen, deadline = 0, time.monotonic() + _DISCARD_S_MAX
+        while seen < _DISCARD_BYTES_MAX and time.monotonic() < deadline:
+            with anyio.move_on_after(_DISCARD_S_MAX):
+                message = await self._receive()
+                seen += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    return
+
+
+def body_too_large(limit: int) -> ApiError:
+    """413 that names the limit."""
+    return ApiError(413, f"body: larger than the limit of {limit} bytes", param="body", code="body_too_large")
+
+
+def headers_too_large(limit: int) -> ApiError:
+    """431 that names the limit."""
+    return ApiError(
+        431, f"headers: larger than the limit of {limit} bytes together", param="headers", code="headers_too_large"
+    )
+
+
+async def read_json(request: Request, body_bytes_max: int) -> dict[str, Any]:
+    """The request's JSON object. Raises 400 (malformed, not an object, too deep), 413, 415."""
+    raw = await request.body()
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raw = await anyio.to_thread.run_sync(_decompress, raw, encoding, body_bytes_max)
+    # A long body would hold up every stream of this process for as long as it takes to parse.
+    if len(raw) <= _PARSE_INLINE_BYTES:
+        value = _parse(raw)
+    else:
+        value = await anyio.to_thread.run_sync(_parse, raw)
+    if not isinstance(value, dict):
+        raise bad_request(f"body: expected a JSON object, got {_json_type(value)}", "body", "invalid_json")
+    return value
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise bad_request("body: JSON is nested too deeply", "body", "invalid_json") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise bad_request(f"body: malformed JSON ({error.msg} at {where})", "body", "invalid_json") from None
+    except ValueError:  # not UTF-8, or a number of thousands of digits
+        raise bad_request("body: malformed JSON", "body", "invalid_json") from None
+
+
+def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        message = f"content-encoding: {encoding[:32]!r} is not supported; send identity, gzip or deflate"
+        raise ApiError(415, message, param="content-encoding", code="unsupported_encoding")
+    decoder = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, told apart by the header
+    try:
+        body = decoder.decompress(raw, limit + 1)
+    except zlib.error:
+        raise bad_request(f"body: not valid {encoding}", "body", "invalid_encoding") from None
+    if len(body) > limit:
+        raise body_too_large(limit)
+    if not decoder.eof:
+        raise bad_request(f"body: truncated {encoding}", "body", "invalid_encoding")
+    return body
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+class HttpProtocol(H11Protocol):
+    """uvicorn's protocol with its one plain-text refusal (a request that is not HTTP, or whose headers never end) in the
+    error shape of everything else."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers and closes. ``msg`` is uvicorn's own wording."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer is already on its way: nothing sensible can be added to it
+            return
+        limit = self.config.h11_max_incomplete_event_size or 0
+        error = headers_too_large(limit) if len(self.conn.trailing_data[0]) > limit else bad_request(msg, code="http")
+        body = encode_json(error.body())
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (
+            h11.Response(status_code=error.status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

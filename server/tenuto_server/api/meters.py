@@ -1,0 +1,99 @@
+"""Meters of the HTTP side, and the engine's own figures, as Prometheus text. Owns the registry of one service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tenuto_server.engine.loop import EngineLoop
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+_GAP = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+_LONG = (0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TIERS = frozenset({"device", "host", "disk"})
+_LABELS = frozenset({"cold", "mutation", "retention", "capacity"})
+_OUTCOMES = frozenset({"accepted", "clipped", "deferred", "rejected", "missing"})
+_CLASSES = frozenset({"tool", "human", "subagent", "permission", "background", "unknown", "compaction"})
+
+
+class Meters:
+    """Histograms are filled by ``generation``; everything else is read from the loop's snapshot when asked."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.registry = CollectorRegistry()
+        all_in = self.registry
+        self.ttft = Histogram("tenuto_ttft_seconds", "Arrival to first token.", buckets=_TTFT, registry=all_in)
+        self.inter_token = Histogram("tenuto_inter_token_seconds", "Between tokens.", buckets=_GAP, registry=all_in)
+        self.queue = Histogram("tenuto_queue_seconds", "Arrival to admission.", buckets=_TTFT, registry=all_in)
+        self.request = Histogram(
+            "tenuto_request_seconds", "Arrival to end, by outcome.", ["outcome"], buckets=_LONG, registry=all_in
+        )
+        self.prompt_tokens = Counter("tenuto_prompt_tokens", "Prompt tokens received.", registry=all_in)
+        self.completion_tokens = Counter("tenuto_completion_tokens", "Tokens generated.", registry=all_in)
+        self.responses = Counter(
+            "tenuto_http_responses", "Answers by route and status.", ["route", "status"], registry=all_in
+        )
+        self.registry.register(_LoopCollector(loop))
+
+    def text(self) -> bytes:
+        """The exposition format, UTF-8."""
+        return generate_latest(self.registry)
+
+
+class _LoopCollector(Collector):
+    """Every number in the loop's snapshot as ``tenuto_<name>``; a nested mapping becomes one metric with a label."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        snapshot = self._loop.snapshot()
+        yield _metric("tenuto_engine_healthy", float(bool(snapshot.get("healthy"))))
+        engine, executor = snapshot.pop("engine", {}), snapshot.pop("executor", {})
+        for prefix, figures in (("tenuto_", engine), ("tenuto_loop_", snapshot), ("tenuto_executor_", executor)):
+            for name, value in figures.items():
+                yield from _metrics(prefix + _clean(name), value)
+
+
+def _metrics(name: str, value: Any) -> Iterable[Metric]:
+    if isinstance(value, (int, float)):
+        yield _metric(name, float(value))
+    elif isinstance(value, Mapping):
+        flat = {str(key): item for key, item in value.items() if isinstance(item, (int, float))}
+        if flat:
+            yield _metric(name, flat)
+        for key, item in value.items():
+            if isinstance(item, Mapping):
+                yield from _metrics(f"{name}_{_clean(str(key))}", item)
+
+
+def _metric(name: str, value: float | Mapping[str, float]) -> Metric:
+    """A counter where the name says so (``_total``), else a gauge."""
+    labels = () if isinstance(value, float) else (_label(value),)
+    family: CounterMetricFamily | GaugeMetricFamily
+    if name.endswith("_total"):
+        family = CounterMetricFamily(name.removesuffix("_total"), "From the engine.", labels=labels)
+    else:
+        family = GaugeMetricFamily(name, "From the engine.", labels=labels)
+    for key, number in {"": value}.items() if isinstance(value, float) else value.items():
+        family.add_metric([key] if labels else [], float(number))
+    return family
+
+
+def _label(value: Mapping[str, float]) -> str:
+    keys = set(value)
+    for name, known in (("tier", _TIERS), ("label", _LABELS), ("outcome", _OUTCOMES), ("class", _CLASSES)):
+        if keys and keys <= known:
+            return name
+    return "kind"
+
+
+def _clean(name: str) -> str:
+    return "".join(char if char.isascii() and (char.isalnum() or char == "_") else "_" for char in name)

@@ -1,0 +1,184 @@
+"""From generated ids to the text of an answer: decoding, stop strings, and what a tool call looks like in it.
+
+``AnswerText`` owns one answer's undecided tail. Everything is linear in the text: a long answer costs no more per token
+than a short one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto_server.model.tokenizer import Tokenizer
+
+TOOL_MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that arrives in pieces, and never lets a part of it out.
+
+    One Knuth-Morris-Pratt automaton per stop string; what could still become a stop string is held back. The match that
+    *ends* first wins, and of several that end together the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _failure_table(stop)) for stop in stops if stop]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may go out, whether a stop string was completed). After True nothing more may be pushed."""
+        if not self._stops:
+            return text, False
+        whole = self._held + text
+        for index, char in enumerate(text):
+            matched = 0
+            for number, (stop, table) in enumerate(self._stops):
+                state = self._states[number]
+                while state and stop[state] != char:
+                    state = table[state - 1]
+                state += stop[state] == char
+                if state == len(stop):
+                    matched = max(matched, state)
+                    state = 0
+                self._states[number] = state
+            if matched:
+                return whole[: len(self._held) + index + 1 - matched], True
+        cut = len(whole) - max(self._states)
+        self._held = whole[cut:]
+        return whole[:cut], False
+
+    def finish(self) -> str:
+        """The text that was held back for nothing."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """table[i]: length of the longest proper prefix of ``pattern`` that ends at i (Knuth, Morris and Pratt, 1977)."""
+    table = [0] * len(pattern)
+    state = 0
+    for index in range(1, len(pattern)):
+        while state and pattern[state] != pattern[index]:
+            state = table[state - 1]
+        state += pattern[state] == pattern[index]
+        table[index] = state
+    return table
+
+
+class AnswerText:
+    """The text of one answer as its tokens arrive.
+
+    ``stopped``: a stop string was completed; ``keep_tokens`` then says how many tokens lie wholly before it.
+    ``marker_at``: character position of the first tool-call marker that is a control token (and so not in the text).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], marker_ids: frozenset[int] = frozenset()) -> None:
+        self._decoder = tokenizer.incremental()
+        self._matcher = StopMatcher(stops)
+        self._track = bool(stops)
+        self._marker_ids = marker_ids
+        self._ends: list[int] = []  # characters decoded after each token
+        self._decoded = 0
+        self._released = 0
+        self.stopped = False
+        self.keep_tokens = 0
+        self.marker_at: int | None = None
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text that these tokens made final. Tokens after a stop string are ignored."""
+        pieces: list[str] = []
+        for token in ids:
+            if self.stopped:
+                break
+            if token in self._marker_ids and self.marker_at is None:
+                self.marker_at = self._decoded
+            piece = self._decoder.push(token)
+            self._decoded += len(piece)
+            if self._track:
+                self._ends.append(self._decoded)
+            pieces.append(self._release(piece))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The rest, when the answer ended for another reason than a stop string."""
+        if self.stopped:
+            return ""
+        tail = self._decoder.finish()
+        return self._release(tail) + ("" if self.stopped else self._matcher.finish())
+
+    def _release(self, piece: str) -> str:
+        out, self.stopped = self._matcher.push(piece)
+        self._released += len(out)
+        if self.stopped:
+            index = bisect_left(self._ends, self._released)
+            exact = index < len(self._ends) and self._ends[index] == self._released
+            self.keep_tokens = index + 1 if exact and self._released else index
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallSeen:
+    """A tool call found in an answer's text; names are None where the text does not tell."""
+
+    tool: str | None
+    program: str | None = None
+
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"|<function=([^>\s]{1,256})>')
+
+
+def find_tool_call(text: str, marker_at: int | None = None) -> ToolCallSeen | None:
+    """The first tool call in ``text``, by the markup that open models use; None if there is none."""
+    starts = [at + len(marker) for marker in TOOL_MARKERS if (at := text.find(marker)) >= 0]
+    starts += [marker_at] if marker_at is not None else []
+    if not starts:
+        return None
+    rest = text[min(starts) :]
+    call = _parse_call(rest)
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if not isinstance(name, str):
+        match = _NAME.search(rest)
+        name = (match[1] or match[2]) if match else None
+    return ToolCallSeen(name[:256] if name else None, _program(arguments))
+
+
+def _parse_call(text: str) -> dict[str, Any]:
+    start = re.search(r"[\[{]", text)
+    if start is None:
+        return {}
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text, start.start())
+    except (ValueError, RecursionError):
+        return {}
+    if isinstance(value, list) and value:
+        value = value[0]
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    return value if isinstance(value, dict) else {}
+
+
+def _program(arguments: Any) -> str | None:
+    """The program that a shell-like call would run: what the server keys its own pause history by."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(arguments, dict):
+        return None
+    command = arguments.get("command", arguments.get("cmd"))
+    if isinstance(command, str):
+        try:
+            parts: list[Any] = shlex.split(command[:4096])
+        except ValueError:  # quotes that do not close
+            parts = command.split()
+    else:
+        parts = command if isinstance(command, list) else []
+    words = [word for word in parts if isinstance(word, str) and not re.fullmatch(r"[A-Za-z_]\w*=.*", word)]
+    return words[0].rsplit("/", 1)[-1][:256] or None if words else None
