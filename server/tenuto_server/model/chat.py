@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tenuto_server.errors import ModelError, TenutoServerError
@@ -93,6 +94,26 @@ def token_names(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """``namespace()`` without underscore names: storing one of those is a known way out of the sandbox."""
+
+    def __init__(*arguments: Any, **attributes: Any) -> None:
+        this, *sources = arguments
+        values = dict(*sources, **attributes)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(this, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.TemplateError(f"a chat template may not store {name!r} in a namespace")
+
+
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}``: marks assistant text for training; at inference it prints its body."""
 
@@ -110,6 +131,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    environment.globals["namespace"] = _Namespace
     environment.globals["strftime_now"] = _strftime_now
     return environment
 

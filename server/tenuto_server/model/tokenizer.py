@@ -99,11 +99,13 @@ class BpeTokenizer(Tokenizer):
         self._user_defined = {text for text, index in vocabulary.added.items() if index not in vocabulary.special}
         self._nfc = vocabulary.nfc
         ranks = {token_to_bytes(token): index for token, index in vocabulary.tokens.items()}
-        # tiktoken insists on all 256 single bytes. The ones a vocabulary lacks get ids beyond it, dropped after encoding:
-        # that is what the reference implementations do with bytes they cannot express.
+        # tiktoken insists on all 256 single bytes; the ones a vocabulary lacks (control characters, mostly) get ids beyond
+        # it. The reference removes such bytes before it merges, so that their neighbours meet: see encode.
         missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
         ranks.update({byte: self.vocab_size + n for n, byte in enumerate(missing)})
-        self._drops = bool(missing)
+        self._lacks_bytes = bool(missing)
+        self._vocabulary = vocabulary
+        self._library: LibraryTokenizer | None = None
         self._encoding = tiktoken.Encoding(
             "model", pat_str=vocabulary.pattern, mergeable_ranks=ranks, special_tokens=vocabulary.added
         )
@@ -127,7 +129,10 @@ class BpeTokenizer(Tokenizer):
             ids = [
                 i for p in pieces for i in self._encoding.encode(p, allowed_special=set(allowed), disallowed_special=())
             ]
-        return [i for i in ids if i < self.vocab_size] if self._drops else ids
+        if self._lacks_bytes and ids and max(ids) >= self.vocab_size:
+            self._library = self._library or LibraryTokenizer(serialize(self._vocabulary))
+            return self._library.encode(text, allow_special)
+        return ids
 
     def _normalize(self, text: str) -> str:
         # Added tokens are cut out first: a combining mark after one must not fuse with its last character.

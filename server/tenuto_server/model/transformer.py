@@ -19,11 +19,11 @@ from torch import Tensor
 
 from tenuto_kernels.layout import KVLayout
 from tenuto_kernels.linear import PackedLinear, pack_linear
-from tenuto_kernels.ops import paged_attention, store_kv
+from tenuto_kernels.ops import paged_attention
 from tenuto_kernels.rows import AttentionRows
 from tenuto_server.errors import ModelError
 from tenuto_server.model.config import ModelConfig
-from tenuto_server.model.layers import apply_rope, rms_norm, rope_frequencies, rope_tables, silu_mul
+from tenuto_server.model.layers import rms_norm, rope_and_store, rope_frequencies, rope_tables, silu_mul
 from tenuto_server.model.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -109,15 +109,18 @@ class Transformer:
             q, k = q.view(heads), k.view(kv_heads)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-            store_kv(pool, index, k, v.view(kv_heads), batch.slots)
+            q = rope_and_store(q, k, v.view(kv_heads), cos, sin, pool, index, batch.slots)
+            is_last = index == config.num_layers - 1
+            if is_last and not len(batch.logits_index):
+                return torch.empty((0, config.vocab_size), device=self.device)
             attended = paged_attention(
                 q, pool, index, batch.rows, self._scale, window=layer.window, invariant=self.invariant
-            )
-            x = x + layer.o(attended.flatten(1))
+            ).flatten(1)
+            if is_last:  # beyond the last layer's KV only the wanted tokens matter
+                x, attended = x.index_select(0, batch.logits_index), attended.index_select(0, batch.logits_index)
+            x = x + layer.o(attended)
             x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, eps))))
-        wanted = rms_norm(x.index_select(0, batch.logits_index), self._norm, eps)
-        return self._head(wanted).float()
+        return self._head(rms_norm(x, self._norm, eps)).float()
 
     def _build_layers(self, weights: Weights) -> Iterator[_Layer]:
         c = self.config

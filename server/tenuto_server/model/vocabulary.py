@@ -153,6 +153,8 @@ def vocabulary_from_tokenizer_json(raw: Mapping[str, Any]) -> Vocabulary | None:
             token_to_bytes(token)
     except ValueError:
         return None
+    if model.get("unk_token") and not BYTE_OF_CHAR.keys() <= tokens.keys():
+        return None  # bytes without a token become the unknown token there
     bos = _template_bos(raw.get("post_processor"))
     return Vocabulary(
         tokens=tokens,
