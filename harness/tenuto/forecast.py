@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tenuto.pause_key import PauseKey
 from tenuto.priors import KIND, P_RETURN, PROGRAM, TOOL, TOOL_CLASS, Knots, tool_class
@@ -42,6 +42,8 @@ _PENDING_MAX = 4096
 _SESSION_KEYS_MAX = 256
 _FILE_BYTES_MAX = 16 << 20
 _LOG_MIN = math.log(GRID_MIN_S)
+
+_Stored: TypeAlias = "tuple[str, OrderedDict[str, LogSketch], dict[str, list[float]]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,15 @@ class PauseForecaster:
         self.path = Path(path) if path is not None else None
         self.keys_max = keys_max
         self._lock = threading.Lock()
+        self._saving = threading.Lock()
         self._sketches: OrderedDict[str, LogSketch] = OrderedDict()
         self._returns: dict[str, list[float]] = {}
         self._own: OrderedDict[tuple[str, str], LogSketch] = OrderedDict()
         self._pending: list[tuple[tuple[str, ...], float | None]] = []
         self._secret = secrets.token_hex(16)
-        if self.path is not None:
-            self._load(self.path)
+        stored = _read(self.path) if self.path is not None else None
+        if stored is not None:
+            self._adopt(stored)
 
     @classmethod
     def open(cls) -> PauseForecaster:
@@ -204,20 +208,26 @@ class PauseForecaster:
         Never raises: history is worth less than the caller's run. Two processes that save in the same instant may
         lose one batch of observations.
         """
-        with self._lock:
-            if self.path is None or not self._pending:
-                return True
-            pending, self._pending = self._pending, []
-            secret = self._secret
-            if self._load(self.path):  # another process may have learned since: replay ours on top of its state
-                same = self._secret == secret
-                for paths, duration_s in pending:
-                    # Hashes made under another secret name nothing in the shared file.
-                    self._learn(tuple(p for p in paths if same or "/#" not in p), duration_s)
+        if self.path is None:
+            return True
+        with self._saving:  # files are read and written without the lock that predict() needs
+            stored = _read(self.path)
+            with self._lock:
+                if not self._pending:
+                    return True
+                pending, self._pending = self._pending, []
+                if stored is not None:  # another process may have learned since: replay ours on top of its state
+                    same = stored[0] == self._secret
+                    self._adopt(stored)
+                    for paths, duration_s in pending:
+                        # Hashes made under another secret name nothing in the shared file.
+                        self._learn(tuple(p for p in paths if same or "/#" not in p), duration_s)
+                text = self._dump()
             try:
-                _write_atomically(self.path, self._dump())
+                _write_atomically(self.path, text)
             except OSError:
-                self._pending = (pending + self._pending)[-_PENDING_MAX:]
+                with self._lock:
+                    self._pending = (pending + self._pending)[-_PENDING_MAX:]
                 return False
             return True
 
@@ -294,17 +304,10 @@ class PauseForecaster:
         }
         return json.dumps({"version": HISTORY_VERSION, "secret": self._secret, "keys": keys, "returns": self._returns})
 
-    def _load(self, path: Path) -> bool:
-        try:
-            if path.stat().st_size > _FILE_BYTES_MAX:
-                return False
-            secret, sketches, returns = _parse(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return False
-        self._secret, self._returns, self._sketches = secret, returns, sketches
+    def _adopt(self, stored: _Stored) -> None:
+        self._secret, self._sketches, self._returns = stored
         while len(self._sketches) > self.keys_max:
             self._sketches.popitem(last=False)
-        return True
 
 
 def history_path() -> Path | None:
@@ -321,7 +324,16 @@ def history_path() -> Path | None:
     return base / "tenuto" / "pauses.json"
 
 
-def _parse(data: Any) -> tuple[str, OrderedDict[str, LogSketch], dict[str, list[float]]]:
+def _read(path: Path) -> _Stored | None:
+    try:
+        if path.stat().st_size > _FILE_BYTES_MAX:
+            return None
+        return _parse(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _parse(data: Any) -> _Stored:
     if data["version"] != HISTORY_VERSION or len(bytes.fromhex(data["secret"])) != 16:
         raise ValueError("another version")
     sketches: OrderedDict[str, LogSketch] = OrderedDict()

@@ -50,26 +50,27 @@ class PauseKey:
     program: str | None = None
     argument: str | None = field(default=None, repr=False)
 
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        tool: str | None = None,
+        *,
+        command: str | Sequence[str] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> PauseKey:
+        """The key of a pause.
 
-def pause_key(
-    kind: str,
-    tool: str | None = None,
-    *,
-    command: str | Sequence[str] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> PauseKey:
-    """Builds the key of a pause.
-
-    ``command``: a shell command line or argument vector; without it, the ``command``/``cmd``/``script`` entry of the
-    tool call's ``arguments`` is used. A command without a tool name counts as the tool ``bash``.
-    """
-    if command is None and arguments:
-        found = next((arguments[name] for name in _COMMAND_FIELDS if arguments.get(name)), None)
-        command = found if isinstance(found, (str, list, tuple)) else None
-    program, argument = split_command(command) if command else (None, None)
-    if program is not None and tool is None:
-        tool = "bash"
-    return PauseKey(kind, _short(tool), _short(program), _short(argument))
+        ``command``: a shell command line or argument vector; without it, the ``command``/``cmd``/``script`` entry of
+        the tool call's ``arguments`` is used. A command without a tool name counts as the tool ``bash``.
+        """
+        if command is None and arguments:
+            found = next((arguments[name] for name in _COMMAND_FIELDS if arguments.get(name)), None)
+            command = found if isinstance(found, (str, list, tuple)) else None
+        program, argument = split_command(command) if command else (None, None)
+        if program is not None and tool is None:
+            tool = "bash"
+        return cls(kind, _short(tool), _short(program), _short(argument))
 
 
 def split_command(command: str | Sequence[str]) -> tuple[str | None, str | None]:

@@ -116,7 +116,7 @@ def fingerprint(
     most open chat templates render system, tools, messages; hosted services tools, system, messages.
     """
     count = next((i for i, m in enumerate(messages) if m.get("role") not in _SYSTEM_ROLES), len(messages))
-    contents = [system] if system is not None else []
+    contents: list[Any] = [system] if system is not None else []
     contents += [message.get("content") for message in messages[:count]]
     blocks = [block for content in contents for block in _blocks(content)]
     return Fingerprint(
