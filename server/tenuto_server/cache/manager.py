@@ -17,7 +17,7 @@ from tenuto_server.cache.identity import HASH_BYTES, chain
 from tenuto_server.cache.moves import Move
 from tenuto_server.cache.residency import Below, Label, Priority, Residency
 from tenuto_server.cache.table import BlockTable
-from tenuto_server.cache.tree import Match, PrefixTree, common_tokens, path_to, root_of
+from tenuto_server.cache.tree import Match, PrefixTree, common_tokens, path_to
 from tenuto_server.config import CacheConfig
 
 
@@ -59,9 +59,7 @@ class CacheManager:
 
     # ---- a turn begins -------------------------------------------------------------------------------------------
 
-    def acquire(
-        self, root_hash: bytes, tokens: NDArray[np.int32], capacity_tokens: int, now_s: float
-    ) -> tuple[BlockTable, Found]:
+    def acquire(self, root_hash: bytes, tokens: NDArray[np.int32], capacity_tokens: int) -> tuple[BlockTable, Found]:
         """Pins the longest known prefix of a prompt (its last token is always left to compute) and opens a block table
         with room for ``capacity_tokens``."""
         size = self.block_tokens
@@ -81,10 +79,18 @@ class CacheManager:
         self.tiers.pin_path(tip, 1)
         self.tables.add(table)
         self._acquire_partial(table, match)
-        for extent in (*path_to(tip), *([table.cow] if table.cow else [])):
+        return table, self._found(table)
+
+    def use(self, table: BlockTable, now_s: float) -> None:
+        """Notes that a turn uses what it acquired."""
+        for extent in (*path_to(table.tip), *([table.cow] if table.cow else [])):
             extent.last_used_s = now_s
             extent.uses += 1
-        return table, self._found(table)
+
+    def held_blocks(self, table: BlockTable) -> int:
+        """Device blocks that a table already has: its own and the resident part of its path."""
+        resident = sum(extent.blocks for extent in path_to(table.tip) if extent.slots[DEVICE] is not None)
+        return resident + table.owned
 
     def _acquire_partial(self, table: BlockTable, match: Match) -> None:
         source = match.partial
@@ -153,14 +159,15 @@ class CacheManager:
             return table.cow
         return None
 
-    def allocate(self, table: BlockTable, upto_tokens: int, now_ns: int) -> bool:
-        """Gives the sequence its own device blocks for everything between its front and ``upto_tokens``."""
+    def allocate(self, table: BlockTable, upto_tokens: int, now_ns: int, *, drop: bool = False) -> bool:
+        """Gives the sequence its own device blocks for everything between its front and ``upto_tokens``. ``drop``: lose
+        retained blocks at once rather than wait for them to be copied down."""
         size = self.block_tokens
         first, last = table.front // size, -(-upto_tokens // size)
         missing = [block for block in range(first, last) if block not in table.private]
         if not missing:
             return True
-        if not self.tiers.make_room(DEVICE, len(missing), now_ns):
+        if not self.tiers.make_room(DEVICE, len(missing), now_ns, drop=drop):
             return False
         table.blocks[missing] = self.tiers.pools[DEVICE].take(len(missing))
         table.private.update(missing)
@@ -246,9 +253,10 @@ class CacheManager:
 
     # ---- it ends -------------------------------------------------------------------------------------------------
 
-    def release(self, table: BlockTable, tokens: NDArray[np.int32], now_s: float) -> Extent:
+    def release(self, table: BlockTable, tokens: NDArray[np.int32], now_s: float | None) -> Extent:
         """Closes a table: the partial last block becomes a tail, private blocks go back, pins are lifted. ``tokens``:
-        the sequence's tokens from 0 to at least its front. Returns the extent that its context ends in."""
+        the sequence's tokens from 0 to at least its front. ``now_s`` None: it was never used. Returns the extent that its
+        context ends in."""
         size = self.block_tokens
         self.copied(table)
         end = table.tip
@@ -256,8 +264,9 @@ class CacheManager:
         if 0 < fill < size and table.path_blocks in table.private:
             end = self._leave_tail(table, tokens[table.path_blocks * size : table.front])
         self._own(table, 0, len(table.blocks), give_back=True)
-        for extent in (*path_to(table.tip), end):
-            extent.last_used_s = now_s
+        if now_s is not None:
+            for extent in (*path_to(table.tip), end):
+                extent.last_used_s = now_s
         if end is not table.tip:
             self.tiers.touch(end)
         self.tiers.pin_path(table.tip, -1)
@@ -335,10 +344,20 @@ class CacheManager:
         tip = self.tips.get(session)
         return path_to(tip.extent) if tip else []
 
-    def session_root(self, session: int) -> Extent | None:
-        """The root that a session's context hangs from."""
+    def context_end(self, session: int) -> int:
+        """How many tokens of a session's last context the tree still knows, resident or not."""
         tip = self.tips.get(session)
-        return root_of(tip.extent) if tip else None
+        return tip.extent.token_end(self.block_tokens) if tip else 0
+
+    def common_with(self, session: int, tokens: NDArray[np.int32]) -> int:
+        """Length of the common prefix of a prompt and a session's last context."""
+        at = 0
+        for extent in self.context(session):
+            same = common_tokens(extent.tokens, tokens[at:])
+            at += same
+            if same < len(extent.tokens):
+                break
+        return at
 
     # ---- copies --------------------------------------------------------------------------------------------------
 
@@ -377,6 +396,15 @@ class CacheManager:
     def _coalesce(self, extent: Extent) -> None:
         for changed in self.tree.coalesce(extent):
             self.tiers.touch(changed)
+
+    def cut(self, extent: Extent, blocks: int) -> None:
+        """Makes a boundary after the first ``blocks`` blocks of an extent."""
+        self.tiers.touch(self.tree.cut(extent, blocks))
+        self.tiers.touch(extent)
+
+    def room_is_coming(self) -> bool:
+        """Copies are in flight that will free device blocks."""
+        return any(move.src == DEVICE and move.drop_source for move in self.tiers.moves.values())
 
     # ---- figures -------------------------------------------------------------------------------------------------
 

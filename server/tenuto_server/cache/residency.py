@@ -238,6 +238,7 @@ class Residency:
             piece.moves.remove(move)
             if ok and not is_bad:
                 piece.slots[move.dst] = slots
+                piece.refused &= ~(1 << move.dst)
                 if move.dst == DEVICE and piece.pins:
                     self.pinned_device_blocks += piece.blocks
                 if move.drop_source and not piece.pins and not piece.moves and piece.slots[move.src] is not None:

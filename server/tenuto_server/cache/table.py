@@ -32,3 +32,7 @@ class BlockTable:
     def owned(self) -> int:
         """Number of device slots the sequence owns."""
         return len(self.private)
+
+    def path_tokens(self, block_tokens: int) -> int:
+        """Token position where the pinned path ends."""
+        return self.path_blocks * block_tokens

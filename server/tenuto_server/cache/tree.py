@@ -154,7 +154,7 @@ class PrefixTree:
 
     def revive(self, extent: Extent) -> None:
         """Counts a tombstone that is about to hold blocks again."""
-        if extent.tombstone:
+        if extent.lost is not None:
             self.tombstone_blocks -= extent.blocks
             extent.lost = None
 

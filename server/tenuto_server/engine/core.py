@@ -1,0 +1,158 @@
+"""What the parts of the engine share: settings, tables, costs, journal, counters, and the time of the current step.
+
+Owner: ``Engine``. The doors between cache and policy are here, since only the engine knows both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent, LostLabel
+from tenuto_server.cache.manager import CacheManager
+from tenuto_server.config import EngineConfig
+from tenuto_server.engine.costs import Costs
+from tenuto_server.engine.journal import Journal
+from tenuto_server.engine.plan import Output
+from tenuto_server.engine.session import Session, SessionTable
+from tenuto_server.policy.calibration import PauseStats
+from tenuto_server.policy.decision import Policy
+from tenuto_server.policy.views import CostView, ExtentView, SystemView, TierView
+
+# A lost extent can have many sessions below it; beyond this many nodes the label is decided by those looked at.
+_LABEL_NODES_MAX = 256
+
+
+class Core:
+    """See the module."""
+
+    def __init__(self, config: EngineConfig, policy: Policy, journal: Journal) -> None:
+        self.config = config
+        self.policy = policy
+        self.journal = journal
+        self.now_ns = 0
+        self.cache = CacheManager(config.cache, self._priority, self._below, self._label)
+        self.sessions = SessionTable(config.sessions_per_tenant_max)
+        self.knowledge = PauseStats()
+        self.costs = Costs(config)
+        self.outputs: list[Output] = []
+        self.counters: defaultdict[str, int] = defaultdict(int)
+        self.labelled: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self.writable = {DEVICE: True, HOST: True, DISK: True}
+        self._system: SystemView | None = None
+
+    @property
+    def now_s(self) -> float:
+        """The step's time in seconds."""
+        return self.now_ns / 1e9
+
+    def begin_step(self, now_ns: int) -> None:
+        """Time moves (never backwards); views are built afresh."""
+        self.now_ns = max(self.now_ns, now_ns)
+        self._system = None
+        self.outputs = []
+
+    def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
+        """Adds to a counter, or to one label of it."""
+        if label is None:
+            self.counters[name] += amount
+        else:
+            self.labelled[name][label] += amount
+
+    def open_session(self, tenant: str, name: str | None, root: bytes) -> Session | None:
+        """The session of that name, new if need be; None when the tenant is at its limit with all of them at work."""
+        opened = self.sessions.open(tenant, name, root)
+        if opened is None:
+            return None
+        session, forgotten = opened
+        for other in forgotten:
+            self.count("sessions_forgotten")
+            if other.pause is not None:
+                self.knowledge.observe_censored(tenant, other.pause.kind, other.pause.elapsed_s(self.now_ns))
+            self.cache.set_tip(other.handle, None)
+        return session
+
+    # ---- views ---------------------------------------------------------------------------------------------------
+
+    def system(self) -> SystemView:
+        """Tiers and costs as of this step."""
+        if self._system is None:
+            pools = self.cache.tiers.pools
+            tiers = tuple(
+                TierView(
+                    TIERS[tier],
+                    pools[tier].capacity,
+                    pools[tier].free,
+                    self.cache.tiers.price(tier),
+                    self.costs.load_s_per_block(tier),
+                )
+                for tier in (DEVICE, HOST, DISK)
+                if pools[tier].capacity and self.writable[tier]
+            )
+            costs, config = self.costs, self.config
+            self._system = SystemView(
+                tiers,
+                CostView(
+                    costs.prefill_a_s,
+                    costs.prefill_b_s,
+                    costs.waiting,
+                    config.cache.block_tokens,
+                    config.block_bytes,
+                ),
+            )
+        return self._system
+
+    def view(self, extent: Extent) -> ExtentView:
+        """An extent as a policy sees it."""
+        return ExtentView(
+            extent.start * self.config.cache.block_tokens,
+            extent.blocks,
+            extent.users,
+            extent.rate,
+            extent.last_used_s,
+            extent.uses,
+            tuple(TIERS[tier] for tier, slots in enumerate(extent.slots) if slots is not None),
+        )
+
+    # ---- doors ---------------------------------------------------------------------------------------------------
+
+    def _priority(self, extent: Extent, tier: int) -> float:
+        return self.policy.priority(self.view(extent), TIERS[tier], self.system())
+
+    def _below(self, extent: Extent, tier: int) -> int | None:
+        name = self.policy.keep_below(self.view(extent), TIERS[tier], self.system())
+        if name is None:
+            return None
+        target = TIERS.index(name)
+        if target <= tier or not self.writable[target] or extent.refused & (1 << target):
+            return None
+        return target
+
+    def _label(self, extent: Extent, tier: int) -> LostLabel:
+        """Why an extent loses its copy on a tier; breaks the leases that promised it."""
+        left = [other for other, slots in enumerate(extent.slots) if slots is not None and other != tier]
+        label: LostLabel = "capacity"
+        promised = expired = False
+        for session in self._users(extent):
+            if session.leased(self.now_ns) and session.retention is not None:
+                if not left or left[0] > TIERS.index(session.retention.lease_tier):
+                    promised = True
+                    session.lease_broken = True
+                    self.count("leases_broken")
+                    self.journal.write(
+                        self.now_ns, "lease_broken", session=session.id, lease=session.lease_id, tier=TIERS[tier]
+                    )
+            elif session.ended or session.lease_id:
+                expired = True
+        if expired and not promised:
+            label = "retention"
+        return label
+
+    def _users(self, extent: Extent) -> list[Session]:
+        found: list[Session] = []
+        stack, seen = [extent], 0
+        while stack and seen < _LABEL_NODES_MAX:
+            node = stack.pop()
+            seen += 1
+            found.extend(self.sessions.by_handle[h] for h in sorted(node.tips) if h in self.sessions.by_handle)
+            stack.extend(child for child in (*node.children.values(), *node.tails) if child.users)
+        return found

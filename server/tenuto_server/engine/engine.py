@@ -1,0 +1,260 @@
+"""``Engine.step(now_ns, events) -> StepPlan``: the whole control plane as one deterministic state machine.
+
+The live server, the simulator and the tests run this object. It owns the session table, the cache and the scheduler, reads
+no clock and starts no thread; the same calls give the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Events
+
+import numpy as np
+
+from tenuto.wire import SessionView
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS
+from tenuto_server.cache.identity import RootIdentity
+from tenuto_server.cache.moves import Move
+from tenuto_server.config import EngineConfig
+from tenuto_server.engine.core import Core
+from tenuto_server.engine.events import (
+    CancelTurn,
+    DiskRecovered,
+    Event,
+    ForwardDone,
+    HintBatch,
+    PauseInferred,
+    QuerySessions,
+    StopTurn,
+    SubmitTurn,
+    TierFailed,
+    TokenArray,
+    TransferDone,
+)
+from tenuto_server.engine.hints import HintDesk
+from tenuto_server.engine.journal import Journal, Sink
+from tenuto_server.engine.plan import HintsDone, SessionsOut, StepPlan, Transfer, TurnRejected
+from tenuto_server.engine.retention import RetentionKeeper
+from tenuto_server.engine.scheduler import Scheduler
+from tenuto_server.engine.sequence import Sequence
+from tenuto_server.policy.decision import Policy
+
+_CHAIN_TIPS_MAX = 64
+
+
+class Engine:
+    """``identity``: the root of all block hashes. ``journal``: gets every decision as a JSON line."""
+
+    def __init__(
+        self, config: EngineConfig, policy: Policy, identity: RootIdentity, journal: Sink | None = None
+    ) -> None:
+        self._core = Core(config, policy, Journal(config.journal_entries_max, journal))
+        self._identity = identity
+        self._keeper = RetentionKeeper(self._core)
+        self._scheduler = Scheduler(self._core, self._keeper)
+        self._hints = HintDesk(self._core, self._keeper, lambda tenant: identity.root(tenant))
+        self._next_sequence = 0
+
+    @property
+    def core(self) -> Core:
+        """The shared tables, for inspection by tests and the simulator."""
+        return self._core
+
+    def step(self, now_ns: int, events: Events[Event]) -> StepPlan:
+        """Takes what happened since the last step and says what to do next. Call again when anything of it is done,
+        when anything new happens, or at ``wake_ns``."""
+        core = self._core
+        core.begin_step(now_ns)
+        for event in events:
+            self._take(event)
+        self._keeper.tend()
+        self._scheduler.admit()
+        self._scheduler.tend()
+        forward = self._scheduler.plan()
+        core.costs.saw_queue(len(self._scheduler.running) + len(self._scheduler.waiting))
+        core.cache.prune()
+        moves, core.cache.tiers.begun = core.cache.tiers.begun, []
+        dropped, core.cache.tiers.dropped_disk = core.cache.tiers.dropped_disk, []
+        transfers = tuple(self._transfer(move) for move in moves)
+        return StepPlan(forward, transfers, tuple(core.outputs), self._wake_ns(), tuple(dropped))
+
+    def _take(self, event: Event) -> None:
+        core = self._core
+        match event:
+            case SubmitTurn():
+                self._submit(event)
+            case ForwardDone():
+                self._scheduler.done(event)
+            case TransferDone():
+                self._transferred(event)
+            case StopTurn(request_id, keep):
+                if sequence := self._scheduler.find(request_id):
+                    self._scheduler.stop(sequence, "stop", keep)
+            case CancelTurn(request_id):
+                if sequence := self._scheduler.find(request_id):
+                    core.count("cancelled_blocks", sequence.table.owned if sequence.table else 0)
+                    self._scheduler.stop(sequence, "cancelled")
+            case PauseInferred():
+                self._inferred(event)
+            case HintBatch(ticket, tenant, envelope):
+                core.outputs.append(HintsDone(ticket, self._hints.apply(tenant, envelope)))
+            case QuerySessions(ticket, tenant, name):
+                core.outputs.append(SessionsOut(ticket, self._views(tenant, name)))
+            case TierFailed(tier, writable, reason):
+                core.writable[TIERS.index(tier)] = writable
+                core.count("tier_failures", label=tier)
+                core.journal.write(core.now_ns, "tier", tier=tier, writable=writable, reason=reason)
+            case DiskRecovered(hashes, slots):
+                core.count("disk_blocks_recovered", core.cache.recover_disk(hashes, slots))
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def _submit(self, turn: SubmitTurn) -> None:
+        core, config = self._core, self._core.config
+        refusal = self._refusal(turn)
+        root = self._identity.root(turn.tenant, turn.salt)
+        session = None
+        if refusal is None:
+            name = turn.session if turn.session is not None else self._chain(turn.tenant, root, turn.tokens)
+            session = core.open_session(turn.tenant, name, root)
+            if session is None:
+                limit = config.sessions_per_tenant_max
+                refusal = TurnRejected(
+                    turn.request_id, "too_many_sessions", f"limit: sessions_per_tenant_max is {limit}"
+                )
+        if refusal is not None or session is None:
+            assert refusal is not None
+            core.count("rejected", label=refusal.code)
+            core.outputs.append(refusal)
+            return
+        self._describe(session, turn)
+        receipts = self._hints.apply(turn.tenant, turn.hints) if turn.hints is not None else ()
+        if not session.active:
+            self._keeper.end_pause(session, turn.last_role)
+            core.cache.set_rate(session.handle, 0.0)
+        if session.root != root:  # another salt: nothing of the old context can match
+            core.cache.set_tip(session.handle, None)
+            session.root, session.context_tokens = root, 0
+        session.active += 1
+        self._next_sequence += 1
+        count = len(turn.tokens)
+        tokens = np.empty(count + min(turn.sampling.max_tokens, 1024) + 1, np.int32)
+        tokens[:count] = turn.tokens
+        sequence = Sequence(
+            self._next_sequence, turn, session, tokens, count, core.now_ns, config.reserve_tokens_max, receipts=receipts
+        )
+        self._scheduler.submit(sequence)
+
+    def _refusal(self, turn: SubmitTurn) -> TurnRejected | None:
+        config, count = self._core.config, len(turn.tokens)
+        size = config.cache.block_tokens
+        limit = min(config.max_context_tokens, (config.cache.device_blocks - 2) * size)
+        if count >= limit:
+            which = "the model's context" if limit == config.max_context_tokens else "device KV memory"
+            text = f"the prompt has {count} tokens; {which} holds {limit} including at least one generated token"
+            return TurnRejected(turn.request_id, "too_long", text)
+        if len(self._scheduler.waiting) >= config.waiting_max:
+            return TurnRejected(turn.request_id, "busy", f"limit: waiting_max is {config.waiting_max} turns")
+        return None
+
+    def _describe(self, session: Session, turn: SubmitTurn) -> None:
+        if turn.agent is not None:
+            session.agent = turn.agent
+        if turn.attended is not None:
+            session.attended = turn.attended
+        if turn.parent is not None and turn.parent != turn.session:
+            parent = self._core.sessions.find(turn.tenant, turn.parent)
+            if parent is not None:
+                self._core.sessions.adopt(parent, session)
+
+    def _chain(self, tenant: str, root: bytes, tokens: TokenArray) -> str | None:
+        """The unnamed session whose context this prompt continues, by longest prefix."""
+        core, node = self._core, self._core.cache.tree.roots.get(root)
+        if node is None:
+            return None
+        size = core.cache.block_tokens
+        match = core.cache.tree.match(node, tokens)
+        whole = match.path if not match.path or match.last_blocks == match.path[-1].blocks else match.path[:-1]
+        candidates = []
+        if match.path == whole:
+            end = match.path[-1] if match.path else node
+            rest = tokens[match.blocks * size :]
+            candidates = [tail for tail in end.tails if np.array_equal(tail.tokens, rest[: len(tail.tokens)])]
+        for extent in (*candidates, *reversed(whole)):
+            for handle in sorted(extent.tips, reverse=True)[:_CHAIN_TIPS_MAX]:
+                session = core.sessions.by_handle.get(handle)
+                if session is not None and not session.named and not session.active and session.tenant == tenant:
+                    return session.id
+        return None
+
+    def _inferred(self, event: PauseInferred) -> None:
+        session = self._core.sessions.find(event.tenant, event.session)
+        if session is None or session.pause is None or session.pause.told or session.active:
+            return
+        session.pause.kind, session.pause.tool, session.pause.program = event.kind, event.tool, event.program
+        self._keeper.evaluate(session, "inferred")
+
+    def _views(self, tenant: str, name: str | None) -> tuple[SessionView, ...]:
+        core = self._core
+        found = core.sessions.of_tenant(tenant) if name is None else [core.sessions.find(tenant, name)]
+        return tuple(
+            core.sessions.view(session, core.now_ns, core.cache.resident_tokens(session.handle))
+            for session in found
+            if session is not None
+        )
+
+    # ---- copies --------------------------------------------------------------------------------------------------
+
+    def _transfer(self, move: Move) -> Transfer:
+        self._core.count("transferred_blocks", move.blocks, f"{TIERS[move.src]}>{TIERS[move.dst]}")
+        urgent = move.purpose == "restore" or move.drop_source
+        return Transfer(move.id, TIERS[move.src], TIERS[move.dst], move.src_slots, move.dst_slots, move.hashes, urgent)
+
+    def _transferred(self, event: TransferDone) -> None:
+        core = self._core
+        move = core.cache.finish_move(event.transfer, event.ok, event.bad)
+        if move is None:
+            return
+        if event.ok and not event.bad:
+            core.costs.saw_transfer(max(move.src, move.dst), move.blocks, event.elapsed_ns / 1e9)
+        else:
+            core.count("transfers_failed", label=f"{TIERS[move.src]}>{TIERS[move.dst]}")
+            core.count("corrupt_blocks", len(event.bad), TIERS[move.src])
+            core.journal.write(
+                core.now_ns,
+                "transfer_failed",
+                src=TIERS[move.src],
+                dst=TIERS[move.dst],
+                bad=len(event.bad),
+                reason=event.reason,
+            )
+        self._scheduler.admit_again = True
+
+    def _wake_ns(self) -> int | None:
+        times = [t for t in (self._keeper.next_due_ns(), self._scheduler.next_deadline_ns()) if t is not None]
+        return min(times) if times else None
+
+    # ---- figures -------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float | dict[str, float]]:
+        """Counters and gauges by name; a dictionary has one value per label. ``*_total`` count since start."""
+        core, cache, tiers = self._core, self._core.cache, self._core.cache.tiers
+        figures: dict[str, float | dict[str, float]] = {f"{k}_total": float(v) for k, v in core.counters.items()}
+        for name, labels in core.labelled.items():
+            figures[f"{name}_total"] = {label: float(value) for label, value in labels.items()}
+        figures["blocks"] = {TIERS[t]: float(tiers.pools[t].capacity) for t in (DEVICE, HOST, DISK)}
+        figures["blocks_used"] = {TIERS[t]: float(cache.used_blocks(t)) for t in (DEVICE, HOST, DISK)}
+        figures["evicted_blocks_total"] = {k: float(v) for k, v in tiers.evicted_blocks.items()}
+        figures["lost_blocks_total"] = {k: float(v) for k, v in tiers.dropped_blocks.items()}
+        figures["price"] = {TIERS[t]: tiers.price(t) for t in (DEVICE, HOST, DISK)}
+        figures["tier_writable"] = {TIERS[t]: float(ok) for t, ok in core.writable.items()}
+        figures["device_blocks_pinned"] = float(tiers.pinned_device_blocks)
+        figures["device_blocks_private"] = float(cache.private_blocks)
+        figures["tombstone_blocks"] = float(cache.tree.tombstone_blocks)
+        figures["transfers_inflight"] = float(len(tiers.moves))
+        figures["turns_running"] = float(len(self._scheduler.running))
+        figures["turns_waiting"] = float(len(self._scheduler.waiting))
+        figures["sessions"] = float(len(core.sessions.by_handle))
+        figures["copied_blocks_total"] = float(cache.copied_blocks)
+        figures["prefill_seconds_per_token"] = core.costs.prefill_a_s
+        figures["decisions_total"] = float(core.journal.count)
+        return figures

@@ -1,0 +1,231 @@
+"""Pauses in the engine: asks the policy what they deserve and does it - rates, leases, early offload, prefetch.
+
+Owner of the pause timers. Everything happens at events: a pause begins, a hint comes, a timer that the policy set goes
+off, a copy ends. Nothing here runs per block or per step and session.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
+from tenuto_server.engine.core import Core
+from tenuto_server.engine.session import SECOND_NS, Pause, Session
+from tenuto_server.policy.decision import Retention
+
+_VALID_S_MIN = 0.02
+# Share of a tier kept free by copying its least valuable blocks down before anyone asks for the room.
+_WATERMARK = 0.04
+
+
+class RetentionKeeper:
+    """See the module."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._timers: list[tuple[int, int, int, int]] = []
+        self._prefetches: list[tuple[int, int, int, int]] = []
+        self._ticket = 0
+        self._offloading: dict[int, None] = {}
+        self._prefetching: dict[int, None] = {}
+
+    # ---- pauses --------------------------------------------------------------------------------------------------
+
+    def begin_pause(self, session: Session) -> None:
+        """A turn ended and no other of its session is active: the pause starts now."""
+        session.pause = Pause(self._core.now_ns)
+        session.prefetch = ""
+        self.evaluate(session, "turn_end")
+
+    def end_pause(self, session: Session, last_role: str | None) -> None:
+        """The session's next turn has arrived: teaches what the pause was, settles what was promised for it."""
+        core, pause = self._core, session.pause
+        if pause is None:
+            return
+        kind = pause.kind
+        if kind == "unknown" and last_role is not None:
+            kind = "tool" if last_role in ("tool", "function") else "human"
+        elapsed = pause.elapsed_s(core.now_ns)
+        core.knowledge.observe(session.tenant, kind, pause.key, elapsed, pause.forecast)
+        session.kinds[kind] = session.kinds.get(kind, 0) + 1
+        core.count("pauses", label=kind)
+        if session.prefetch:
+            core.count("prefetches", label="on_time" if session.prefetch == "done" else "late")
+        core.journal.write(core.now_ns, "pause_end", session=session.id, pause=kind, length_s=round(elapsed, 6))
+        session.pause, session.retention, session.prefetch = None, None, ""
+        session.lease_until_ns = 0
+        session.ended = False
+        session.timer += 1
+        self._offloading.pop(session.handle, None)
+        self._prefetching.pop(session.handle, None)
+
+    def end_session(self, session: Session, keep_s: float) -> None:
+        """The harness is done with a session; its KV is worth keeping for ``keep_s`` more seconds."""
+        if session.pause is None:
+            session.pause = Pause(self._core.now_ns)
+        session.pause.end_keep_s = session.pause.elapsed_s(self._core.now_ns) + keep_s if keep_s else 0.0
+        session.ended = True
+        self.evaluate(session, "agent.end")
+
+    def evaluate(self, session: Session, why: str) -> Retention | None:
+        """Asks the policy about an open pause and enacts the answer."""
+        core = self._core
+        view = session.pause_view(core.now_ns)
+        if view is None or session.active:
+            return None
+        decision = core.policy.retention(view, core.knowledge, core.system())
+        session.retention = decision
+        core.cache.set_rate(session.handle, decision.rate)
+        self._grant(session, decision)
+        session.timer += 1
+        if math.isfinite(decision.valid_s):
+            self._at(self._timers, session, max(_VALID_S_MIN, decision.valid_s))
+        if decision.prefetch_s is not None and session.prefetch != "done":
+            self._at(self._prefetches, session, decision.prefetch_s)
+        core.journal.write(
+            core.now_ns,
+            "retention",
+            session=session.id,
+            why=why,
+            pause=view.kind,
+            elapsed_s=round(view.elapsed_s, 6),
+            rate=float(f"{decision.rate:.6g}"),
+            lease_s=round(decision.lease_s, 3),
+            reason=decision.reason,
+        )
+        self._offloading[session.handle] = None
+        return decision
+
+    def _grant(self, session: Session, decision: Retention) -> None:
+        core = self._core
+        lease_s = min(decision.lease_s, core.config.lease_max_s)
+        if lease_s <= 0:
+            session.lease_until_ns = 0
+            return
+        if not session.leased(core.now_ns):
+            session.lease_id += 1
+            session.lease_broken = False
+            core.count("leases_granted")
+        session.lease_until_ns = core.now_ns + int(lease_s * SECOND_NS)
+        session.lease_tokens = sum(core.cache.resident_tokens(session.handle).values())
+
+    def _at(self, heap: list[tuple[int, int, int, int]], session: Session, delay_s: float) -> None:
+        self._ticket += 1
+        due = self._core.now_ns + int(min(delay_s, 1e9) * SECOND_NS)
+        heapq.heappush(heap, (due, self._ticket, session.handle, session.timer))
+
+    # ---- every step ----------------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Serves what is due: timers, prefetches, early offloads, and room kept free ahead of need."""
+        for session in self._due(self._timers):
+            self.evaluate(session, "timer")
+        for session in self._due(self._prefetches):
+            self.prefetch(session)
+        for handle in list(self._prefetching):
+            self._continue_prefetch(handle)
+        for handle in list(self._offloading):
+            if len(self._core.cache.tiers.moves) >= self._core.config.cache.transfers_inflight_max:
+                break
+            self._continue_offload(handle)
+        self._keep_room()
+
+    def _due(self, heap: list[tuple[int, int, int, int]]) -> list[Session]:
+        core, due = self._core, []
+        while heap and heap[0][0] <= core.now_ns:
+            _, _, handle, timer = heapq.heappop(heap)
+            session = core.sessions.by_handle.get(handle)
+            if session is not None and session.timer == timer and session.pause is not None:
+                due.append(session)
+        return due
+
+    def next_due_ns(self) -> int | None:
+        """When the next timer goes off."""
+        times = []
+        for heap in (self._timers, self._prefetches):
+            while heap:
+                session = self._core.sessions.by_handle.get(heap[0][2])
+                if session is not None and session.timer == heap[0][3]:
+                    times.append(heap[0][0])
+                    break
+                heapq.heappop(heap)
+        return min(times) if times else None
+
+    def _continue_offload(self, handle: int) -> None:
+        """Copies down what of a paused session's context the policy wants below, deepest blocks first."""
+        core = self._core
+        target = HOST if core.cache.tiers.pools[HOST].capacity and core.writable[HOST] else DISK
+        if not core.cache.tiers.pools[target].capacity or not core.writable[target]:
+            self._offloading.pop(handle, None)
+            return
+        for extent in reversed(core.cache.context(handle)):
+            if not self._wants_offload(extent, target):
+                continue
+            piece = core.cache.tiers.chunk(extent)
+            move = core.cache.tiers.begin_move(piece, DEVICE, target, "offload", core.now_ns)
+            if move is None:
+                break
+            core.count("offloads_early")
+            if piece is not extent or len(core.cache.tiers.moves) >= core.config.cache.transfers_inflight_max:
+                return  # more of it next time
+        else:
+            self._offloading.pop(handle, None)
+            return
+        self._offloading.pop(handle, None)
+
+    def _wants_offload(self, extent: Extent, target: int) -> bool:
+        return (
+            extent.slots[DEVICE] is not None
+            and not any(extent.slots[lower] is not None for lower in (HOST, DISK))
+            and not extent.moves
+            and not extent.pins
+            and not extent.refused & (1 << target)
+            and self._core.policy.offload_early(self._core.view(extent), self._core.system())
+        )
+
+    def prefetch(self, session: Session) -> bool:
+        """Starts bringing a paused session's lower-tier blocks up. False: there is nothing to bring."""
+        core = self._core
+        waiting = [e for e in core.cache.context(session.handle) if e.best_tier() in (HOST, DISK)]
+        if not waiting:
+            return False
+        session.prefetch = "running"
+        self._prefetching[session.handle] = None
+        core.journal.write(core.now_ns, "prefetch", session=session.id, blocks=sum(e.blocks for e in waiting))
+        self._continue_prefetch(session.handle)
+        return True
+
+    def _continue_prefetch(self, handle: int) -> None:
+        """Front first: what comes earlier in the prompt is needed first. Takes no room from anything worth more."""
+        core = self._core
+        session = core.sessions.by_handle.get(handle)
+        left = False
+        for extent in core.cache.context(handle) if session is not None else ():
+            tier = extent.best_tier()
+            if tier not in (HOST, DISK) or extent.refused & 1:
+                continue
+            left = True
+            if extent.moving_to(DEVICE):
+                continue
+            piece = core.cache.tiers.chunk(extent)
+            ceiling = core.policy.priority(core.view(piece), TIERS[DEVICE], core.system())
+            move = core.cache.tiers.begin_move(piece, tier, DEVICE, "prefetch", core.now_ns, ceiling=ceiling)
+            if move is None:
+                if not core.cache.tiers.moves:
+                    self._prefetching.pop(handle, None)  # no room that is worth taking: give up until asked again
+                return
+        if not left:
+            self._prefetching.pop(handle, None)
+            if session is not None and session.prefetch == "running":
+                session.prefetch = "done"
+
+    def _keep_room(self) -> None:
+        """Copies the least valuable blocks of a nearly full tier down, so that later need finds free slots."""
+        core = self._core
+        for tier in (DEVICE, HOST):
+            pool = core.cache.tiers.pools[tier]
+            has_lower = any(core.cache.tiers.pools[t].capacity and core.writable[t] for t in range(tier + 1, 3))
+            want = min(int(pool.capacity * _WATERMARK), 2 * core.config.cache.transfer_blocks_max)
+            if has_lower and pool.free < want:
+                core.cache.tiers.make_room(tier, want, core.now_ns)

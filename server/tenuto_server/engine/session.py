@@ -1,0 +1,205 @@
+"""The sessions: who they are, what pause they are in, what was promised to them.
+
+Owner of the session table. The engine writes it; policies see ``PauseView`` copies of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from tenuto.wire import CacheReport, Forecast, Lease, PauseKind, SessionView
+from tenuto_server.policy.decision import Retention
+from tenuto_server.policy.views import PauseView
+
+State: TypeAlias = Literal["new", "waiting", "running", "paused", "ended"]
+SECOND_NS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class Pause:
+    """A pause that is open. Times within it are seconds since ``started_ns``."""
+
+    started_ns: int
+    kind: PauseKind = "unknown"
+    tool: str | None = None
+    program: str | None = None
+    forecast: Forecast | None = None
+    forecast_at_s: float = 0.0
+    resume_at_s: float | None = None
+    alive_until_s: float = 0.0
+    end_keep_s: float | None = None
+    told: bool = False
+
+    @property
+    def key(self) -> str | None:
+        """What its history is filed under: tool and program."""
+        if self.tool is None:
+            return None
+        return f"{self.tool} {self.program}" if self.program else self.tool
+
+    def elapsed_s(self, now_ns: int) -> float:
+        """Seconds since it began."""
+        return max(0.0, (now_ns - self.started_ns) / SECOND_NS)
+
+
+@dataclass(slots=True)
+class Session:
+    """One agent conversation. ``handle``: its number in the cache; ``active``: turns waiting or running now."""
+
+    handle: int
+    tenant: str
+    id: str
+    root: bytes
+    named: bool = True
+    parent: int | None = None
+    children: list[int] = field(default_factory=list)
+    agent: str | None = None
+    model: str | None = None
+    attended: bool = True
+    priority: float = 0.0
+    seq: int = 0
+    turns: int = 0
+    active: int = 0
+    context_tokens: int = 0
+    ended: bool = False
+    compacting: bool = False
+    pause: Pause | None = None
+    kinds: dict[PauseKind, int] = field(default_factory=dict)
+    retention: Retention | None = None
+    lease_until_ns: int = 0
+    lease_tokens: int = 0
+    lease_id: int = 0
+    lease_broken: bool = False
+    prefetch: Literal["", "running", "done"] = ""
+    timer: int = 0
+    last: CacheReport | None = None
+
+    @property
+    def state(self) -> State:
+        """What it is doing."""
+        if self.active:
+            return "running"
+        if self.ended:
+            return "ended"
+        return "paused" if self.pause is not None else "new"
+
+    def leased(self, now_ns: int) -> bool:
+        """It holds a lease that is still running and unbroken."""
+        return self.lease_until_ns > now_ns and not self.lease_broken
+
+    def lease(self, now_ns: int) -> Lease | None:
+        """The lease as a client sees it."""
+        if not self.leased(now_ns) or self.retention is None:
+            return None
+        until = (self.lease_until_ns - now_ns) / SECOND_NS
+        return Lease(
+            until_s=round(until, 3), tier=self.retention.lease_tier, tokens=self.lease_tokens, id=f"L{self.lease_id}"
+        )
+
+    def pause_view(self, now_ns: int) -> PauseView | None:
+        """What a policy may know of its pause."""
+        pause = self.pause
+        if pause is None:
+            return None
+        return PauseView(
+            tenant=self.tenant,
+            kind=pause.kind,
+            key=pause.key,
+            elapsed_s=pause.elapsed_s(now_ns),
+            kind_counts=tuple(sorted(self.kinds.items())),
+            forecast=pause.forecast,
+            forecast_at_s=pause.forecast_at_s,
+            resume_at_s=pause.resume_at_s,
+            alive_until_s=pause.alive_until_s,
+            end_keep_s=pause.end_keep_s,
+            attended=self.attended,
+            turns=self.turns,
+            context_tokens=self.context_tokens,
+        )
+
+
+class SessionTable:
+    """Sessions by handle and by (tenant, id), bounded per tenant: the one idle for longest is forgotten first."""
+
+    def __init__(self, per_tenant_max: int) -> None:
+        self.by_handle: dict[int, Session] = {}
+        self._by_id: defaultdict[str, OrderedDict[str, Session]] = defaultdict(OrderedDict)
+        self._per_tenant_max = per_tenant_max
+        self._next = 0
+
+    def find(self, tenant: str, name: str) -> Session | None:
+        """The session of that tenant and name, if known."""
+        return self._by_id[tenant].get(name) if tenant in self._by_id else None
+
+    def of_tenant(self, tenant: str) -> list[Session]:
+        """All sessions of a tenant, longest idle first."""
+        return list(self._by_id[tenant].values()) if tenant in self._by_id else []
+
+    def touch(self, session: Session) -> None:
+        """Notes that a session was heard of."""
+        self._by_id[session.tenant].move_to_end(session.id)
+
+    def open(self, tenant: str, name: str | None, root: bytes) -> tuple[Session, list[Session]] | None:
+        """The session of that name, new if need be (a name is made up for None), and the sessions that had to be
+        forgotten for it; None when the tenant is at its limit and all its sessions are at work."""
+        if name is not None and (known := self.find(tenant, name)) is not None:
+            self.touch(known)
+            return known, []
+        mine = self._by_id[tenant]
+        forgotten = []
+        while len(mine) >= self._per_tenant_max:
+            idle = next((s for s in mine.values() if not s.active), None)
+            if idle is None:
+                return None
+            self.forget(idle)
+            forgotten.append(idle)
+        self._next += 1
+        session = Session(self._next, tenant, name or f"chain-{self._next}", root, named=name is not None)
+        mine[session.id] = session
+        self.by_handle[session.handle] = session
+        return session, forgotten
+
+    def forget(self, session: Session) -> None:
+        """Removes a session; its children lose their parent."""
+        del self._by_id[session.tenant][session.id]
+        del self.by_handle[session.handle]
+        for child in session.children:
+            if child in self.by_handle:
+                self.by_handle[child].parent = None
+        if session.parent in self.by_handle:
+            self.by_handle[session.parent].children.remove(session.handle)
+
+    def adopt(self, parent: Session, child: Session) -> None:
+        """Makes one session the child of another (once; no cycles)."""
+        node: Session | None = parent
+        while node is not None:
+            if node is child:
+                return
+            node = self.by_handle.get(node.parent) if node.parent is not None else None
+        if child.parent is None:
+            child.parent = parent.handle
+            parent.children.append(child.handle)
+
+    def view(self, session: Session, now_ns: int, resident: dict[str, int]) -> SessionView:
+        """The session as ``GET /v1/sessions`` shows it."""
+        pause = session.pause
+        parent = self.by_handle.get(session.parent) if session.parent is not None else None
+        return SessionView(
+            id=session.id,
+            parent=parent.id if parent else None,
+            children=tuple(self.by_handle[c].id for c in session.children if c in self.by_handle),
+            agent=session.agent,
+            model=session.model,
+            state=session.state,
+            attended=session.attended,
+            turns=session.turns,
+            context_tokens=session.context_tokens,
+            pause_kind=pause.kind if pause else None,
+            pause_age_s=round(pause.elapsed_s(now_ns), 3) if pause else None,
+            forecast=pause.forecast if pause else None,
+            resident={tier: resident[tier] for tier in ("device", "host", "disk") if tier in resident},
+            lease=session.lease(now_ns),
+            last=session.last,
+        )
