@@ -36,6 +36,7 @@ from tenuto_server.engine.plan import HintsDone, SessionsOut, StepPlan, Transfer
 from tenuto_server.engine.retention import RetentionKeeper
 from tenuto_server.engine.scheduler import Scheduler
 from tenuto_server.engine.sequence import Sequence
+from tenuto_server.engine.session import Session
 from tenuto_server.policy.decision import Policy
 
 _CHAIN_TIPS_MAX = 64

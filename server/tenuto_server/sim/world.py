@@ -1,0 +1,184 @@
+"""A world with virtual time around one engine: events in order, forwards and copies that take as long as they are said to.
+
+Owner of the virtual clock and of what is in flight. Deterministic: the same calls give the same run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from tenuto_server.engine.engine import Engine
+from tenuto_server.engine.events import CancelTurn, Event, ForwardDone, SubmitTurn, TransferDone
+from tenuto_server.engine.plan import (
+    ForwardPlan,
+    Output,
+    StepPlan,
+    TokensOut,
+    Transfer,
+    TurnDone,
+    TurnRejected,
+    TurnStarted,
+)
+
+
+class Machine(Protocol):
+    """What executes plans; completions of ``submit`` are collected by ``take_events``."""
+
+    def run(self, plan: ForwardPlan) -> ForwardDone:
+        """Runs a batch."""
+        ...
+
+    def submit(self, transfer: Transfer) -> None:
+        """Starts a copy."""
+        ...
+
+    def take_events(self) -> list[Event]:
+        """What has completed since the last call."""
+        ...
+
+    def forget_disk(self, slots: tuple[int, ...]) -> None:
+        """Disk slots that hold nothing any more."""
+        ...
+
+
+class Turn:
+    """What became of one request."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.tokens: list[int] = []
+        self.started: TurnStarted | None = None
+        self.done: TurnDone | None = None
+        self.rejected: TurnRejected | None = None
+        self.submitted_ns = 0
+        self.first_token_ns: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """No more will come."""
+        return self.done is not None or self.rejected is not None
+
+
+class World:
+    """``forward_s(plan)`` and ``transfer_s(transfer)`` say how long things take. ``after_step`` runs after every step
+    (integrity checks). ``at(t, event)`` schedules; ``run()`` runs until nothing is left to happen."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        machine: Machine,
+        *,
+        forward_s: Callable[[ForwardPlan], float] = lambda plan: 0.01,
+        transfer_s: Callable[[Transfer], float] = lambda transfer: 0.001,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine, self.machine = engine, machine
+        self.now_ns = 0
+        self.turns: dict[str, Turn] = {}
+        self.outputs: list[Output] = []
+        self.steps = 0
+        self._forward_s, self._transfer_s, self._after_step = forward_s, transfer_s, after_step
+        self._queue: list[tuple[int, int, Event | None]] = []
+        self._listeners: dict[str, Callable[[Turn], None]] = {}
+        self._durations: dict[int, float] = {}
+        self._order = 0
+
+    def at(self, time_s: float, event: Event | None) -> None:
+        """Schedules an event at an absolute time in seconds (not before now); None only wakes the engine."""
+        self._at_ns(int(time_s * 1e9), event)
+
+    def _at_ns(self, time_ns: int, event: Event | None) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (max(self.now_ns, time_ns), self._order, event))
+
+    def submit(self, turn: SubmitTurn, *, in_s: float = 0.0, then: Callable[[Turn], None] | None = None) -> Turn:
+        """Schedules a request ``in_s`` seconds from now; ``then`` is called when it has ended."""
+        record = self.turns[turn.request_id] = Turn(turn.request_id)
+        record.submitted_ns = self.now_ns + int(in_s * 1e9)
+        if then is not None:
+            self._listeners[turn.request_id] = then
+        self._at_ns(record.submitted_ns, turn)
+        return record
+
+    def cancel(self, request_id: str, *, in_s: float = 0.0) -> None:
+        """Schedules the client's disappearance."""
+        self._at_ns(self.now_ns + int(in_s * 1e9), CancelTurn(request_id))
+
+    @property
+    def now_s(self) -> float:
+        """Virtual seconds since the start."""
+        return self.now_ns / 1e9
+
+    def run(self, *, until_s: float | None = None, steps_max: int = 1_000_000) -> None:
+        """Runs until nothing is scheduled (timers of pauses aside) or the time is reached."""
+        limit_ns = None if until_s is None else int(until_s * 1e9)
+        for _ in range(steps_max):
+            if not self._queue or (limit_ns is not None and self._queue[0][0] > limit_ns):
+                break
+            self._advance()
+        else:
+            raise RuntimeError(f"the world did not come to rest within {steps_max} steps")
+        if limit_ns is not None:
+            self.now_ns = max(self.now_ns, limit_ns)
+
+    def _advance(self) -> None:
+        self.now_ns = self._queue[0][0]
+        events = []
+        while self._queue and self._queue[0][0] == self.now_ns:
+            event = heapq.heappop(self._queue)[2]
+            if event is not None:
+                events.append(event)
+        plan = self.engine.step(self.now_ns, events)
+        self.steps += 1
+        self._carry_out(plan)
+        self._after_step()
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        if plan.dropped_disk:
+            self.machine.forget_disk(plan.dropped_disk)
+        for transfer in plan.transfers:
+            self._durations[transfer.id] = self._transfer_s(transfer)
+            self.machine.submit(transfer)
+        if plan.forward is not None:
+            done = self.machine.run(plan.forward)
+            took = int(self._forward_s(plan.forward) * 1e9)
+            self._at_ns(self.now_ns + took, ForwardDone(done.step, done.sampled, took, done.failed))
+        self.collect(self.machine.take_events())
+        for output in plan.outputs:
+            self._hear(output)
+        if plan.wake_ns is not None and (self._busy() or any(isinstance(e, SubmitTurn) for _, _, e in self._queue)):
+            self._at_ns(plan.wake_ns, None)
+
+    def collect(self, events: Iterable[Event]) -> None:
+        """Schedules completions, each after the time its copy takes."""
+        for event in events:
+            if isinstance(event, TransferDone):
+                took = int(self._durations.pop(event.transfer, 0.0) * 1e9)
+                event = TransferDone(event.transfer, event.ok, event.bad, took, event.reason)
+                self._at_ns(self.now_ns + took, event)
+            else:
+                self._at_ns(self.now_ns, event)
+
+    def _busy(self) -> bool:
+        return any(not turn.ended for turn in self.turns.values())
+
+    def _hear(self, output: Output) -> None:
+        self.outputs.append(output)
+        turn = self.turns.get(getattr(output, "request_id", ""))
+        if turn is None:
+            return
+        match output:
+            case TurnStarted():
+                turn.started = output
+            case TokensOut(_, tokens):
+                turn.tokens.extend(tokens)
+                if turn.first_token_ns is None:
+                    turn.first_token_ns = self.now_ns
+            case TurnDone():
+                turn.done = output
+            case TurnRejected():
+                turn.rejected = output
+        if turn.ended and (listener := self._listeners.pop(turn.request_id, None)):
+            listener(turn)
