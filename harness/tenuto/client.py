@@ -125,6 +125,7 @@ class _ClientCore:
         url = base_url or os.environ.get("TENUTO_BASE_URL") or DEFAULT_BASE_URL
         self.base_url = url.rstrip("/").removesuffix("/v1")
         key = api_key if api_key is not None else os.environ.get("TENUTO_API_KEY")
+        self._tls = self.base_url.startswith("https:")  # loading certificates takes longer than all else here
         self.timeout_s = timeout
         self.max_retries = max_retries
         self.strict = strict
@@ -159,7 +160,11 @@ class _ClientCore:
             # Half the budget to connect and half to answer: a warm connection has its half to spare.
             limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
             self._hint_http = httpx.Client(
-                base_url=self.base_url, timeout=httpx.Timeout(BUDGET_S / 2), limits=limits, trust_env=False
+                base_url=self.base_url,
+                timeout=httpx.Timeout(BUDGET_S / 2),
+                limits=limits,
+                trust_env=False,
+                verify=self._tls,
             )
         deadline = time.monotonic() + BUDGET_S
         content = envelope.model_dump_json(exclude_none=True).encode()
@@ -199,6 +204,11 @@ class _ClientCore:
             headers=pending.headers,
             timeout=httpx.Timeout(limit, connect=min(CONNECT_TIMEOUT_S, limit)),
         )
+
+    def _learn_model(self, response: httpx.Response) -> None:
+        """Has turns that name no model use the first one that the server lists."""
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            self.services.default_model = str(response.json()["data"][0]["id"])
 
     def _finish(self, session: SessionCore, pending: PendingTurn, response: httpx.Response) -> Turn:
         duration_s = self.services.clock() - pending.started_s
@@ -253,7 +263,7 @@ class Client(_ClientCore):
             strict=strict,
             clock=clock,
         )
-        self._http = httpx.Client(base_url=self.base_url, headers=self._headers)
+        self._http = httpx.Client(base_url=self.base_url, headers=self._headers, verify=self._tls)
 
     def session(
         self,
@@ -282,7 +292,7 @@ class Client(_ClientCore):
     def complete(self, session: SessionCore, pending: PendingTurn, timeout: float | None) -> Turn:
         """Sends a prepared turn and waits for its answer."""
         try:
-            self._raise_rejected()
+            self._prepare(pending)
             response = self._send(self._request(self._http, pending, timeout), stream=False)
             return self._finish(session, pending, response)
         except BaseException as error:
@@ -291,13 +301,20 @@ class Client(_ClientCore):
 
     def open_stream(self, pending: PendingTurn, timeout: float | None) -> ResponseStream:
         """Sends a prepared turn and returns its answer as a stream."""
-        self._raise_rejected()
+        self._prepare(pending)
         return ResponseStream(self._send(self._request(self._http, pending, timeout), stream=True))
 
     def close(self) -> None:
         """Delivers waiting hints within 250 ms, saves the pause history, closes the connections."""
         self._close_hints()
         self._http.close()
+
+    def _prepare(self, pending: PendingTurn) -> None:
+        self._raise_rejected()
+        if not pending.body["model"]:
+            with contextlib.suppress(APIStatusError):
+                self._learn_model(self._send(self._http.build_request("GET", "/v1/models"), stream=False))
+            pending.body["model"] = self.services.default_model or "default"
 
     def _send(self, request: httpx.Request, *, stream: bool) -> httpx.Response:
         attempt = 0
@@ -355,7 +372,7 @@ class AsyncClient(_ClientCore):
             strict=strict,
             clock=clock,
         )
-        self._http = httpx.AsyncClient(base_url=self.base_url, headers=self._headers)
+        self._http = httpx.AsyncClient(base_url=self.base_url, headers=self._headers, verify=self._tls)
 
     def session(
         self,
@@ -388,7 +405,7 @@ class AsyncClient(_ClientCore):
     async def complete(self, session: SessionCore, pending: PendingTurn, timeout: float | None) -> Turn:
         """Sends a prepared turn and waits for its answer."""
         try:
-            self._raise_rejected()
+            await self._prepare(pending)
             response = await self._send(self._request(self._http, pending, timeout), stream=False)
             return self._finish(session, pending, response)
         except BaseException as error:
@@ -397,13 +414,20 @@ class AsyncClient(_ClientCore):
 
     async def open_stream(self, pending: PendingTurn, timeout: float | None) -> ResponseStream:
         """Sends a prepared turn and returns its answer as a stream."""
-        self._raise_rejected()
+        await self._prepare(pending)
         return ResponseStream(await self._send(self._request(self._http, pending, timeout), stream=True))
 
     async def aclose(self) -> None:
         """Delivers waiting hints within 250 ms, saves the pause history, closes the connections."""
         await anyio.to_thread.run_sync(self._close_hints)
         await self._http.aclose()
+
+    async def _prepare(self, pending: PendingTurn) -> None:
+        self._raise_rejected()
+        if not pending.body["model"]:
+            with contextlib.suppress(APIStatusError):
+                self._learn_model(await self._send(self._http.build_request("GET", "/v1/models"), stream=False))
+            pending.body["model"] = self.services.default_model or "default"
 
     async def _send(self, request: httpx.Request, *, stream: bool) -> httpx.Response:
         attempt = 0

@@ -6,6 +6,7 @@ Each owns its own state; neither waits for anything, so entering and leaving cos
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # A pause that should be over before the server could act on the hint is announced only if it lasts after all.
 SHORT_PAUSE_S = 0.25
 SHORT_PAUSE_DEFER_S = 0.5
+# A longer prompt is not sent ahead: hints are small, and the next turn brings it anyway.
+WARM_CHARS_MAX = 128 * 1024
 
 
 class Pause:
@@ -231,6 +234,8 @@ class Compaction:
         if self._warm:
             request = {"model": session.model, "messages": list(messages), "tools": list(tools) if tools else None}
             request = {name: value for name, value in request.items() if value is not None}
+            if len(json.dumps(request, default=str)) > WARM_CHARS_MAX:
+                request = None
         self._emit("commit", kept, request)
 
     def abort(self) -> None:

@@ -160,13 +160,13 @@ class HintSender:
                 heapq.heappush(self._timers, (at_s, next(self._order), call))
                 self._wake()
 
-    def take(self, session: str) -> Envelope | None:
-        """Removes this session's waiting hints to ride on its next request; None when there are none.
+    def take(self, *sessions: str | None) -> Envelope | None:
+        """Removes these sessions' waiting hints to ride on a request; None when there are none.
 
         The text of a prompt to warm stays behind: the request that carries the hint is that prompt.
         """
         with self._changed:
-            riding = [h for h in self._queue if h.rides and h.action.session == session][:RIDE_HINTS_MAX]
+            riding = [h for h in self._queue if h.rides and h.action.session in sessions][:RIDE_HINTS_MAX]
             if not riding:
                 return None
             for hint in riding:

@@ -53,6 +53,7 @@ class Services:
     telemetry: Telemetry
     recorder: Recorder | None = None
     clock: Callable[[], float] = time.monotonic
+    default_model: str = ""  # asked of the server when the first turn names none
     talks_tenuto: bool = False  # an answer or receipt of this server proved that it knows the protocol
 
 
@@ -288,7 +289,10 @@ class SessionCore:
         services = self.services
         given = dict(params)
         headers = {**write_identity(self.id, self.parent), **(given.pop("extra_headers", None) or {})}
-        body: dict[str, Any] = {"model": given.pop("model", None) or self.model or "default", "messages": messages}
+        body: dict[str, Any] = {
+            "model": given.pop("model", None) or self.model or services.default_model,
+            "messages": messages,
+        }
         body.update({name: value for name, value in given.items() if value is not None})
         if stream:
             body["stream"] = True
@@ -296,10 +300,11 @@ class SessionCore:
         prompt = fingerprint(messages, body.get("tools"))
         self.divergence = divergence(self.prefix, prompt) if self.prefix is not None else None
         span = services.telemetry.start(
-            "chat", body["model"], {"conversation": self.id, "request_model": body["model"]}, self.span
+            "chat", body["model"], {"conversation": self.id, "request_model": body["model"] or None}, self.span
         )
         headers.update(services.telemetry.headers(span))
-        envelope = services.sender.take(self.id) if services.sender is not None else None
+        # The parent's fork must not arrive after the child's first request, so the child carries its parent's hints too.
+        envelope = services.sender.take(self.id, self.parent) if services.sender is not None else None
         if envelope is not None and not self._attach(envelope, body, headers):
             envelope = None
         return PendingTurn(list(messages), body, headers, envelope, prompt, services.clock(), span)
