@@ -1,0 +1,376 @@
+"""The disk tier: blocks in fixed slots of large segment files, every block under a checksum.
+
+``DiskTier`` owns one directory, ``<root>/<family>/``, under an exclusive lock: ``index`` (see ``disk_index``), ``segment-N``
+and ``lock``. One thread uses it at a time (the disk worker); ``health`` is safe from any.
+
+Order of a write: the index forgets what the slots held, the bytes are written, the index records them. So a process killed
+at any moment leaves no record of a block that is not whole. Nothing is synced on the way: a power cut may lose or tear
+recent blocks, which their checksums then tell. Plain buffered I/O: runs of consecutive slots go in one call, and the page
+cache serves what was stored a moment ago (6 GB/s against 1 from the device, where this was measured).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tenuto_server.errors import ConfigError
+from tenuto_server.runtime.blocks import HASH_BYTES, Bytes, Slots, block_sum, runs
+from tenuto_server.runtime.disk_index import MAGIC, DiskIndex, Stored
+
+logger = logging.getLogger(__name__)
+
+_FAMILY = re.compile(r"[0-9a-f]{32}")
+_OPEN_SEGMENTS_MAX = 64
+_READ_ERRORS_MAX = 3
+
+
+def family_name(
+    *, weights_digest: str, kv_dtype: str, layout_version: int, block_tokens: int, block_bytes: int, secret: bytes
+) -> str:
+    """The directory name under which blocks may be found again: 32 hex digits.
+
+    It changes with anything that changes what a block's bytes mean, and with the secret that roots the block hashes, of
+    which it reveals nothing (HMAC).
+    """
+    tag = hmac.new(secret, b"tenuto disk family", hashlib.sha256).digest()
+    parts = (weights_digest, kv_dtype, str(layout_version), str(block_tokens), str(block_bytes), tag.hex())
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return digest.hexdigest()
+
+
+class DiskTier:
+    """``slots`` blocks of ``block_bytes`` below ``root``, which they fill at most together with what other families left
+    there: the families unused for longest are removed as room is needed, never one that another server has open.
+
+    Raises ``ConfigError`` if the directory cannot be used or another server uses this family. Failed writes do not raise:
+    they are returned, counted, and close the tier for writing until ``probe`` succeeds.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        family: str,
+        *,
+        block_bytes: int,
+        slots: int,
+        segment_bytes: int = 256 * 2**20,
+        retry_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if slots < 1 or block_bytes < 1 or not _FAMILY.fullmatch(family):
+            raise ValueError(
+                f"slots {slots}, block_bytes {block_bytes} must be positive, family {family!r} 32 hex digits"
+            )
+        self.root, self.folder = root, root / family
+        self.block_bytes, self.slots = block_bytes, slots
+        self._segment_blocks = max(1, segment_bytes // block_bytes)
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._retry_s, self._backoff_s, self._clock = retry_s, retry_s, clock
+        self._retry_at = 0.0
+        self._read_errors_in_row = 0
+        self.writable, self.reason = True, ""
+        self.counts = dict.fromkeys(
+            (
+                "blocks_read",
+                "blocks_written",
+                "read_errors",
+                "write_errors",
+                "checksum_errors",
+                "missing",
+                "index_errors",
+            ),
+            0,
+        )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.folder / "lock")
+        except OSError as error:
+            raise ConfigError(f"disk_dir {str(root)!r} cannot be used: {error.strerror or error}") from None
+        if self._lock is None:
+            raise ConfigError(
+                f"disk_dir {str(root)!r} is in use by another server with the same model; give each its own directory"
+            )
+        try:
+            self._index = DiskIndex(self.folder / "index", block_bytes=block_bytes, segment_blocks=self._segment_blocks)
+            self._recover()
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"disk_dir {str(root)!r} cannot be used: {error.strerror or error}") from None
+
+    def recovered(self) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+        """(hashes, slots) of the blocks the directory holds; each is checked when it is read."""
+        entries = self._index.entries
+        return tuple(stored.block_hash for stored in entries.values()), tuple(entries)
+
+    def write(self, slots: Slots, hashes: bytes, sums: list[int], data: Bytes) -> list[int]:
+        """Store ``data`` [n, block_bytes] in ``slots``; ``sums``: ``block_sum`` of each. Returns the positions that failed."""
+        everything = list(range(len(slots)))
+        try:
+            self._index.forget(slots.tolist())
+        except OSError as error:
+            self._writes_failed(error, len(slots))
+            return everything
+        bad: list[int] = []
+        for first, last, segment, offset in self._pieces(slots):
+            try:
+                _pwrite(self._file(segment, create=True), data[first:last], offset)
+            except OSError as error:
+                self._writes_failed(error, last - first)
+                bad.extend(range(first, last))
+        failed = set(bad)
+        stored = {
+            int(slots[at]): Stored(hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)], sums[at])
+            for at in everything
+            if at not in failed
+        }
+        try:
+            if stored:
+                self._index.put(stored)
+        except OSError as error:
+            self._writes_failed(error, len(stored))
+            return everything
+        self.counts["blocks_written"] += len(stored)
+        return bad
+
+    def read(self, slots: Slots, hashes: bytes, out: Bytes) -> tuple[list[int], list[int]]:
+        """Read ``slots`` into ``out`` [n, block_bytes]. Returns the positions not to be trusted (I/O error, short file,
+        another block, wrong checksum), which the tier forgets unless it was an I/O error, and the sum of each block."""
+        bad: set[int] = set()
+        damaged: list[int] = []
+        for first, last, segment, offset in self._pieces(slots):
+            try:
+                got = _pread(self._file(segment, create=False), out[first:last], offset)
+                self._read_errors_in_row = 0
+            except FileNotFoundError:
+                got = 0
+            except OSError as error:
+                self._reads_failed(error, last - first)
+                bad.update(range(first, last))
+                continue
+            damaged.extend(range(first + got // self.block_bytes, last))
+        sums = [0] * len(slots)
+        short = set(damaged)
+        for at in range(len(slots)):
+            if at in bad:
+                continue
+            wanted = hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)]
+            stored = self._index.entries.get(int(slots[at]))
+            if stored is None or stored.block_hash != wanted:
+                # Not damage: the slot holds another block, or none, and what it holds stays.
+                self.counts["missing"] += 1
+                bad.add(at)
+                short.discard(at)
+            elif at in short or (block_sum(wanted, out[at]) != stored.check):
+                self.counts["checksum_errors"] += 1
+                bad.add(at)
+                short.add(at)
+            else:
+                sums[at] = stored.check
+        if short:
+            self.forget([int(slots[at]) for at in sorted(short)])
+        self.counts["blocks_read"] += len(slots) - len(bad)
+        return sorted(bad), sums
+
+    def forget(self, slots: list[int]) -> None:
+        """These slots hold nothing any more."""
+        try:
+            self._index.forget(slots)
+        except OSError as error:
+            self.counts["index_errors"] += 1
+            self._close_for_writing(error)
+
+    def probe(self) -> bool:
+        """Whether writing works again; tries at most once per back-off (doubling to 60 s)."""
+        if self.writable or self._clock() < self._retry_at:
+            return self.writable
+        path = self.folder / "probe"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                _pwrite(fd, np.zeros((1, self.block_bytes), np.uint8), 0)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+                path.unlink()
+        except OSError as error:
+            self._backoff_s = min(2 * self._backoff_s, 60.0)
+            self._close_for_writing(error)
+            return False
+        self.writable, self.reason, self._backoff_s, self._read_errors_in_row = True, "", self._retry_s, 0
+        logger.info("disk tier accepts writes again")
+        return True
+
+    def health(self) -> dict[str, Any]:
+        """Counters and state."""
+        blocks = len(self._index.entries)
+        return {"writable": self.writable, "reason": self.reason, "blocks": blocks, "slots": self.slots, **self.counts}
+
+    def close(self) -> None:
+        """Sync the index, close the files, release the lock."""
+        if self._lock is None:
+            return
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+        self._index.close()
+        os.close(self._lock)
+        self._lock = None
+
+    def _recover(self) -> None:
+        """Keep what can be whole: slots within the limit and inside their file, each block in one slot only."""
+        sizes = {path: path.stat().st_size for path in self.folder.glob("segment-*")}
+        newest: dict[bytes, int] = {}
+        drop: list[int] = []
+        for slot, stored in self._index.entries.items():
+            segment, at = divmod(slot, self._segment_blocks)
+            if slot >= self.slots or sizes.get(self._path(segment), 0) < (at + 1) * self.block_bytes:
+                drop.append(slot)
+            elif (older := newest.get(stored.block_hash)) is not None:
+                drop.append(older)
+                newest[stored.block_hash] = slot
+            else:
+                newest[stored.block_hash] = slot
+        with contextlib.suppress(OSError):  # a full disk: what is dropped here is found again at the next start
+            self._index.forget(drop)
+        used = {slot // self._segment_blocks for slot in self._index.entries}
+        for path in sizes:
+            if path not in {self._path(segment) for segment in used}:
+                path.unlink(missing_ok=True)
+        found = len(self._index.entries)
+        if found or drop or self._index.skipped:
+            logger.info(
+                "disk tier: %d blocks found, %d dropped, %d index records damaged",
+                found,
+                len(drop),
+                self._index.skipped,
+            )
+
+    def _pieces(self, slots: Slots) -> list[tuple[int, int, int, int]]:
+        """(first, last, segment, byte offset) of every run of slots that is one range of one file."""
+        pieces = []
+        for first, last in runs(slots):
+            while first < last:
+                segment, at = divmod(int(slots[first]), self._segment_blocks)
+                count = min(last - first, self._segment_blocks - at)
+                pieces.append((first, first + count, segment, at * self.block_bytes))
+                first += count
+        return pieces
+
+    def _path(self, segment: int) -> Path:
+        return self.folder / f"segment-{segment:05d}"
+
+    def _file(self, segment: int, *, create: bool) -> int:
+        fd = self._files.get(segment)
+        if fd is None:
+            path = self._path(segment)
+            if create and not path.exists():
+                self._make_room()
+            fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+            self._files[segment] = fd
+            if len(self._files) > _OPEN_SEGMENTS_MAX:
+                os.close(self._files.popitem(last=False)[1])
+        self._files.move_to_end(segment)
+        return fd
+
+    def _make_room(self) -> None:
+        """Remove families unused for longest while one more segment would exceed the limit of the whole root."""
+        limit = self.slots * self.block_bytes
+        own = sum(path.stat().st_size for path in self.folder.glob("segment-*"))
+        own = min(own + self._segment_blocks * self.block_bytes, limit)
+        others = [path for path in self.root.iterdir() if path != self.folder and _FAMILY.fullmatch(path.name)]
+        others = [path for path in others if _is_family(path)]
+        sizes = {path: sum(file.stat().st_size for file in path.glob("segment-*")) for path in others}
+        for path in sorted(others, key=lambda path: (path / "index").stat().st_mtime):
+            if own + sum(sizes.values()) <= limit:
+                break
+            if _remove(path):
+                logger.info("disk tier: removed the blocks of an unused model or setting, %d bytes", sizes[path])
+            del sizes[path]
+
+    def _writes_failed(self, error: OSError, blocks: int) -> None:
+        self.counts["write_errors"] += blocks
+        self._close_for_writing(error)
+
+    def _reads_failed(self, error: OSError, blocks: int) -> None:
+        self.counts["read_errors"] += blocks
+        self._read_errors_in_row += 1
+        if self._read_errors_in_row >= _READ_ERRORS_MAX:
+            self._close_for_writing(error)
+
+    def _close_for_writing(self, error: OSError) -> None:
+        name = errno.errorcode.get(error.errno or 0, "error")
+        if self.writable:
+            logger.warning("disk tier closed for writing: %s (%s)", error.strerror or error, name)
+        self.writable, self.reason = False, f"{name}: {error.strerror or error}"
+        self._retry_at = self._clock() + self._backoff_s
+
+
+def _lock(path: Path) -> int | None:
+    """The locked file, or None if somebody else holds it. The kernel releases it however the holder ends."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _is_family(folder: Path) -> bool:
+    """Whether we wrote this directory; nothing else is ever removed."""
+    try:
+        with (folder / "index").open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _remove(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        fd = _lock(folder / "lock")
+        if fd is None:
+            return False
+        try:
+            for path in [*folder.glob("segment-*"), folder / "index", folder / "index.new", folder / "probe"]:
+                path.unlink(missing_ok=True)
+            (folder / "lock").unlink()
+            folder.rmdir()
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
+def _pwrite(fd: int, data: Bytes, offset: int) -> None:
+    view = data.data.cast("B")
+    while view:
+        written = os.pwrite(fd, view, offset)
+        if written == 0:
+            raise OSError(errno.EIO, "the disk accepted no bytes")
+        offset += written
+        view = view[written:]
+
+
+def _pread(fd: int, out: Bytes, offset: int) -> int:
+    """Bytes read; fewer than asked for at the end of the file only."""
+    view, got = out.data.cast("B"), 0
+    while got < len(view) and (count := os.preadv(fd, [view[got:]], offset + got)):
+        got += count
+    return got

@@ -1,0 +1,131 @@
+"""The torch executor: carries out plans on real memory. Owns the model's use, the KV pools and the transfer workers.
+
+``run`` belongs to the engine thread; copies run on the workers of ``Transfers`` meanwhile and report to the sink.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tenuto_kernels.ops import copy_blocks
+from tenuto_server.engine.events import DiskRecovered, Event, ForwardDone
+from tenuto_server.engine.plan import ForwardPlan, Transfer
+from tenuto_server.model.transformer import Transformer
+from tenuto_server.runtime.batch import BatchBuilder
+from tenuto_server.runtime.disk import DiskTier
+from tenuto_server.runtime.kv_store import KVStore
+from tenuto_server.runtime.sampler import sample
+from tenuto_server.runtime.transfer import Transfers
+
+
+class TorchExecutor:
+    """``disk``: an open tier whose ``block_bytes`` are those of the model's layout, or None; closed with the executor.
+
+    ``host_bytes_per_s``, ``disk_bytes_per_s`` limit the tiers' bandwidth (None: no limit). ``host_checksums`` guards blocks in
+    host memory; those on disk always are. Raises ``ValueError`` for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        *,
+        device_blocks: int,
+        host_blocks: int = 0,
+        block_tokens: int = 16,
+        disk: DiskTier | None = None,
+        host_bytes_per_s: float | None = None,
+        disk_bytes_per_s: float | None = None,
+        host_checksums: bool = True,
+        stuck_s: float = 30.0,
+    ) -> None:
+        layout = transformer.kv_layout(block_tokens)
+        if disk is not None and disk.block_bytes != layout.block_bytes:
+            raise ValueError(f"disk tier has blocks of {disk.block_bytes} bytes, the model's are {layout.block_bytes}")
+        self.transformer = transformer
+        self.store = KVStore(
+            layout,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            device=transformer.device,
+            checksums=host_checksums,
+        )
+        self.disk = disk
+        self.transfers = Transfers(
+            self.store,
+            disk,
+            host_bytes_per_s=host_bytes_per_s,
+            disk_bytes_per_s=disk_bytes_per_s,
+            stuck_s=stuck_s,
+        )
+        self._batches = BatchBuilder(block_tokens, device_blocks, transformer.device)
+        self._counts = {"forwards": 0, "rows": 0, "tokens": 0, "blocks_copied": 0, "model_ns": 0, "forward_ns": 0}
+
+    @torch.inference_mode()
+    def run(self, plan: ForwardPlan) -> ForwardDone:
+        """Copies first, then the rows, then one token per row that asks for it; complete when it returns."""
+        began = time.perf_counter_ns()
+        pool = self.store.device_pool
+        if plan.copies:
+            pairs = torch.tensor(plan.copies, dtype=torch.int64, device=pool.device)
+            copy_blocks(pool, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+        sampled: tuple[tuple[int, int], ...] = ()
+        if plan.rows:
+            batch = self._batches.build(plan)
+            computing = time.perf_counter_ns()
+            logits = self.transformer.forward(batch, pool)
+            self._counts["model_ns"] += time.perf_counter_ns() - computing
+            rows = [row for row in plan.rows if row.sample]
+            tokens = sample(logits, [row.sampling for row in rows], [row.draw for row in rows])
+            sampled = tuple((row.seq, token) for row, token in zip(rows, tokens, strict=True))
+            self._counts["tokens"] += batch.rows.num_tokens
+        if pool.device.type == "cuda":
+            # Without a token to read nothing has waited for the kernels yet, and a failure would surface elsewhere.
+            torch.cuda.current_stream(pool.device).synchronize()
+        elapsed = time.perf_counter_ns() - began
+        self._counts["forwards"] += 1
+        self._counts["rows"] += len(plan.rows)
+        self._counts["blocks_copied"] += len(plan.copies)
+        self._counts["forward_ns"] += elapsed
+        return ForwardDone(plan.step, sampled, elapsed)
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue a copy; its ``TransferDone`` reaches the sink. Raises ``InvariantBroken`` if no tier could make it."""
+        self.transfers.submit(transfer)
+
+    def cancel(self, transfer_id: int) -> bool:
+        """Give a transfer up early; it is still reported, as failed. False if it was reported already."""
+        return self.transfers.cancel(transfer_id)
+
+    def set_sink(self, sink: Callable[[Event], None]) -> None:
+        """Where ``TransferDone`` and ``TierFailed`` go, from worker threads."""
+        self.transfers.set_sink(sink)
+
+    def forget_disk(self, slots: tuple[int, ...]) -> None:
+        """These disk slots hold nothing any more; does not wait for the disk."""
+        self.transfers.forget_disk(slots)
+
+    def recovered(self) -> DiskRecovered:
+        """What the disk directory held at start, for the engine's first step."""
+        return DiskRecovered(*self.disk.recovered()) if self.disk is not None else DiskRecovered()
+
+    def health(self) -> dict[str, Any]:
+        """Counters of forwards and transfers, sizes of the pools, the disk's state. Thread-safe."""
+        layout = self.store.layout
+        return {
+            "kind": "torch",
+            "device": str(self.store.device),
+            "block_bytes": layout.block_bytes,
+            "device_blocks": len(self.store.device_pool),
+            "host_blocks": len(self.store.host_sums),
+            "host_checksums": self.store.checksums,
+            **self._counts,
+            **self.transfers.health(),
+        }
+
+    def close(self) -> None:
+        """Stop the workers, close the disk tier."""
+        self.transfers.close()

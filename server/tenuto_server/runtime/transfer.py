@@ -1,0 +1,289 @@
+"""Copies between the tiers, off the critical path. ``Transfers`` owns two lanes, the staging buffer and the counters.
+
+One lane moves blocks between device and host, the other everything to and from the disk, through a staging buffer: so a disk
+that hangs holds only its own buffer, and can be given up at any time. On CUDA every copy waits for the compute that was
+enqueued when it was submitted, which wrote its source and was the last to read its destination, and is complete before it
+is reported.
+
+A block arrives on the host with the checksum of its bytes, keeps it on disk, and is compared whenever it leaves either.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tenuto_server.engine.events import Event, TierFailed, TransferDone
+from tenuto_server.engine.plan import Transfer
+from tenuto_server.errors import InvariantBroken
+from tenuto_server.runtime.blocks import HASH_BYTES, block_sum, copy_runs
+from tenuto_server.runtime.disk import DiskTier
+from tenuto_server.runtime.kv_store import KVStore, as_bytes
+from tenuto_server.runtime.lane import Job, Lane, RateLimit
+
+logger = logging.getLogger(__name__)
+
+_PATHS = {
+    ("device", "host"),
+    ("host", "device"),
+    ("device", "disk"),
+    ("disk", "device"),
+    ("host", "disk"),
+    ("disk", "host"),
+}
+
+
+class Transfers:
+    """``host_bytes_per_s``, ``disk_bytes_per_s``: rate limits, None for none. ``chunk_bytes``: moved at once at most.
+
+    ``stuck_s``: a disk that has not answered for so long fails all its transfers until it does.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        disk: DiskTier | None,
+        *,
+        host_bytes_per_s: float | None = None,
+        disk_bytes_per_s: float | None = None,
+        chunk_bytes: int = 4 * 2**20,
+        stuck_s: float = 30.0,
+    ) -> None:
+        self._store, self._disk, self._stuck_s = store, disk, stuck_s
+        self._sink: Callable[[Event], None] | None = None
+        self._order = 0
+        self._forgotten: list[int] = []
+        self._announced = True
+        self._counts_lock = threading.Lock()
+        self._counts: dict[str, dict[str, int]] = {}
+        size = store.layout.block_bytes
+        self._memory = Lane(
+            "copy",
+            copy=self._copy_memory,
+            report=self._report,
+            idle=lambda: None,
+            rate=RateLimit(host_bytes_per_s),
+            block_bytes=size,
+            chunk_bytes=chunk_bytes,
+        )
+        self._lanes = [self._memory]
+        self._closing = threading.Event()
+        if disk is not None:
+            rate = RateLimit(disk_bytes_per_s)
+            self._staging = store.staging(rate.chunk_blocks(size, chunk_bytes))
+            self._staging_bytes = as_bytes(self._staging)
+            self._disk_lane = Lane(
+                "disk",
+                copy=self._copy_disk,
+                report=self._report,
+                idle=self._tend_disk,
+                rate=rate,
+                block_bytes=size,
+                chunk_bytes=chunk_bytes,
+            )
+            self._lanes.append(self._disk_lane)
+            self._watch = threading.Thread(target=self._watch_disk, name="tenuto-disk-watch", daemon=True)
+            self._watch.start()
+
+    def set_sink(self, sink: Callable[[Event], None]) -> None:
+        """Where ``TransferDone`` and ``TierFailed`` go, from the worker threads."""
+        self._sink = sink
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue a copy. Raises ``InvariantBroken`` for one that no tier could make."""
+        self._check(transfer)
+        self._order += 1
+        job = Job(transfer, self._order, self._store.compute_event(), time.perf_counter_ns())
+        (self._disk_lane if "disk" in (transfer.src, transfer.dst) else self._memory).submit(job)
+
+    def cancel(self, transfer_id: int) -> bool:
+        """Give a transfer up; it is reported failed. False if it was reported already."""
+        return any(lane.cancel(transfer_id) for lane in self._lanes)
+
+    def forget_disk(self, slots: tuple[int, ...]) -> None:
+        """Queue the slots for the disk worker, which forgets them before its next copy."""
+        if self._disk is not None and slots:
+            with self._counts_lock:
+                self._forgotten.extend(slots)
+            self._disk_lane.notify()
+
+    def health(self) -> dict[str, Any]:
+        """Per path: transfers, failures, blocks, bad blocks, bytes, nanoseconds; the disk's own state."""
+        with self._counts_lock:
+            paths = {name: dict(counts) for name, counts in self._counts.items()}
+        result: dict[str, Any] = {"paths": paths, "waiting": sum(lane.waiting for lane in self._lanes)}
+        if self._disk is not None:
+            disk = self._disk.health()
+            if self._disk_lane.stuck:
+                disk |= {"writable": False, "reason": "the disk does not answer"}
+            result["disk"] = disk
+        return result
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fail what is queued, stop the workers, close the disk unless it hangs."""
+        self._closing.set()
+        ended = [lane.close(timeout_s) for lane in self._lanes]
+        if self._disk is not None:
+            self._watch.join(timeout_s)
+            if ended[-1]:
+                self._forget_pending(self._disk)
+                self._disk.close()
+
+    def _check(self, transfer: Transfer) -> None:
+        count = len(transfer.src_slots)
+        disk_slots = self._disk.slots if self._disk is not None else 0
+        room = {"device": len(self._store.device_pool), "host": len(self._store.host_sums), "disk": disk_slots}
+        sides = ((transfer.src, transfer.src_slots), (transfer.dst, transfer.dst_slots))
+        inside = all(
+            len(slots) == count and slots.min() >= 0 and slots.max() < room[tier] for tier, slots in sides if count
+        )
+        if (
+            (transfer.src, transfer.dst) not in _PATHS
+            or len(transfer.hashes) != HASH_BYTES * count
+            or not (count and inside)
+        ):
+            raise InvariantBroken(
+                f"transfer {transfer.id} of {count} blocks {transfer.src} -> {transfer.dst} does not fit tiers of {room}"
+            )
+
+    # The copy worker.
+
+    def _copy_memory(self, job: Job, first: int, last: int) -> list[int]:
+        store, transfer = self._store, job.transfer
+        assert store.host_pool is not None
+        assert store.host_bytes is not None
+        src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
+        with self._memory.touch(job) as allowed:
+            if not allowed:
+                return []
+            if transfer.dst == "host":
+                store.from_device(src, store.host_pool, dst, job.after)
+                if store.checksums:
+                    store.host_sums[dst] = [
+                        block_sum(_hash(transfer, first + at), store.host_bytes[slot]) for at, slot in enumerate(dst)
+                    ]
+                return []
+            good = np.array(
+                [self._host_intact(transfer, first + at, store.host_bytes[slot]) for at, slot in enumerate(src)]
+            )
+            store.to_device(store.host_pool, src[good], dst[good], job.after)
+            return (np.flatnonzero(~good) + first).tolist()
+
+    def _host_intact(self, transfer: Transfer, at: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+        """Whether the host block that position ``at`` comes from is the one that was stored; ``data``: its bytes."""
+        if not self._store.checksums:
+            return True
+        return block_sum(_hash(transfer, at), data) == int(self._store.host_sums[int(transfer.src_slots[at])])
+
+    # The disk worker.
+
+    def _copy_disk(self, job: Job, first: int, last: int) -> list[int]:
+        bad = self._to_disk(job, first, last) if job.transfer.dst == "disk" else self._from_disk(job, first, last)
+        return [first + at for at in bad]
+
+    def _to_disk(self, job: Job, first: int, last: int) -> list[int]:
+        disk, store, transfer, count = self._disk, self._store, job.transfer, last - first
+        assert disk is not None
+        src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
+        hashes = transfer.hashes[HASH_BYTES * first : HASH_BYTES * last]
+        if not disk.writable:
+            job.reason = disk.reason
+            return list(range(count))
+        stage, data = self._staging[:count], self._staging_bytes[:count]
+        with self._disk_lane.touch(job) as allowed:
+            if not allowed:
+                return []
+            if transfer.src == "device":
+                store.from_device(src, stage, None, job.after)
+            else:
+                assert store.host_bytes is not None
+                copy_runs(store.host_bytes, src, data, None)
+        sums = [block_sum(_hash(transfer, first + at), data[at]) for at in range(count)]
+        checked = transfer.src == "host" and store.checksums
+        bad = {at for at in range(count) if checked and sums[at] != int(store.host_sums[src[at]])}
+        good = [at for at in range(count) if at not in bad]
+        if bad:
+            data = data[good]
+            hashes = b"".join(_hash(transfer, first + at) for at in good)
+        failed = disk.write(dst[good], hashes, [sums[at] for at in good], data) if good else []
+        if failed:
+            job.reason = disk.reason
+        if job.reported:
+            # Given up while the disk hung: the engine may use these slots for something else.
+            disk.forget(dst.tolist())
+        return sorted(bad | {good[at] for at in failed})
+
+    def _from_disk(self, job: Job, first: int, last: int) -> list[int]:
+        disk, store, transfer, count = self._disk, self._store, job.transfer, last - first
+        assert disk is not None
+        src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
+        hashes = transfer.hashes[HASH_BYTES * first : HASH_BYTES * last]
+        bad, sums = disk.read(src, hashes, self._staging_bytes[:count])
+        good = np.array([at for at in range(count) if at not in set(bad)], dtype=np.int32)
+        if bad:
+            job.reason = f"{len(bad)} blocks could not be read or were damaged"
+        with self._disk_lane.touch(job) as allowed:
+            if allowed and len(good):
+                if transfer.dst == "device":
+                    store.to_device(self._staging, good, dst[good], job.after)
+                else:
+                    assert store.host_bytes is not None
+                    copy_runs(self._staging_bytes, good, store.host_bytes, dst[good])
+                    store.host_sums[dst[good]] = np.array(sums, dtype=np.uint32)[good]
+        return bad
+
+    def _tend_disk(self) -> float | None:
+        """Between copies: forget what was dropped, try a failed disk again, tell the engine when its state changed."""
+        disk = self._disk
+        assert disk is not None
+        self._forget_pending(disk)
+        disk.probe()
+        self._announce(disk.writable, disk.reason)
+        return None if disk.writable else 0.25
+
+    def _forget_pending(self, disk: DiskTier) -> None:
+        with self._counts_lock:
+            slots, self._forgotten = self._forgotten, []
+        if slots:
+            disk.forget(slots)
+
+    def _watch_disk(self) -> None:
+        while not self._closing.wait(min(1.0, self._stuck_s / 4)):
+            if self._disk_lane.give_up(self._stuck_s):
+                logger.warning("disk tier has not answered for %.1f s; its transfers fail until it does", self._stuck_s)
+                self._announce(False, "the disk does not answer")
+
+    def _announce(self, writable: bool, reason: str) -> None:
+        with self._counts_lock:
+            changed = writable != self._announced and self._sink is not None
+            if changed:
+                self._announced = writable
+        if changed and self._sink is not None:
+            self._sink(TierFailed("disk", writable, reason))
+
+    def _report(self, job: Job, done: TransferDone) -> None:
+        transfer = job.transfer
+        moved = len(job) - len(done.bad) if done.ok else 0
+        added = {
+            "transfers": 1,
+            "failed": int(not done.ok),
+            "blocks": moved,
+            "blocks_bad": len(done.bad),
+            "bytes": moved * self._store.layout.block_bytes,
+            "elapsed_ns": done.elapsed_ns,
+        }
+        with self._counts_lock:
+            counts = self._counts.setdefault(f"{transfer.src}_{transfer.dst}", dict.fromkeys(added, 0))
+            for name, value in added.items():
+                counts[name] += value
+        if self._sink is not None:
+            self._sink(done)
+
+
+def _hash(transfer: Transfer, at: int) -> bytes:
+    return transfer.hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)]
