@@ -32,6 +32,7 @@ class CacheConfig:
     extent_blocks_max: int = 4096
     transfer_blocks_max: int = 64
     transfers_inflight_max: int = 16
+    transfer_patience_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,8 @@ class CacheMachine(RuleBasedStateMachine):
             base = base[: data.draw(st.integers(0, len(base)))]
         tokens = np.concatenate((base, self.rng.integers(0, 3, grow))).astype(np.int32)[: 4 * 8]
         self.now += 1.0
-        table, found = self.cache.acquire(root, tokens, len(tokens) + 8, self.now)
+        table, found = self.cache.acquire(root, tokens, len(tokens) + 8)
+        self.cache.use(table, self.now)
         assert sum(found.cached.values()) + sum(found.lost.values()) == found.known_tokens < len(tokens)
         self.running.append(Running(session, root, tokens, table))
 
@@ -183,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
     def pressure(self, tier: int, need: int, drop: bool) -> None:
         need = min(need, self.cache.tiers.pools[tier].capacity)
         self.cache.tiers.make_room(tier, need, 0, drop=drop)
-        if drop and tier == DEVICE and need <= self.cache.reclaimable_device_blocks() and not self.cache.tiers.moves:
+        if drop and tier == DEVICE and need <= self.cache.reclaimable_device_blocks(0) and not self.cache.tiers.moves:
             assert self.cache.tiers.pools[tier].free >= need, "what is reported as reclaimable can be reclaimed at once"
 
     @rule()

@@ -55,7 +55,7 @@ def reference(prompt: list[int], count: int, seed: int = 0, temperature: float =
 
 
 def make_world(policy: str, fault=None, *, device=48, host=64, disk=64, step_tokens=24, running=4) -> World:
-    cache = CacheConfig(device, host, disk, BLOCK, 400, 64, 8, 6)
+    cache = CacheConfig(device, host, disk, BLOCK, 400, 64, 8, 6, transfer_patience_s=0.5)
     config = EngineConfig(
         cache=cache,
         policy=policy,

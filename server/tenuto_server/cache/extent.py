@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tenuto_server.cache.moves import Move
 
 DEVICE, HOST, DISK = 0, 1, 2
+# Return rates are kept as whole numbers of this many parts per second: sums of them never drift.
+RATE_PARTS = 1 << 40
 TIERS: tuple[Literal["device", "host", "disk"], ...] = ("device", "host", "disk")
 LostLabel: TypeAlias = Literal["retention", "capacity"]
 Slots: TypeAlias = NDArray[np.int32]
@@ -29,7 +31,8 @@ class Extent:
     ``tokens``: int32 [blocks * block_tokens]; a *tail* (the partial last block of a turn) has ``fill`` < block_tokens
     tokens in one block, hangs in its parent's ``tails`` and is never continued in place, only copied from.
     ``slots[tier]``: int32 [blocks] or None. ``pins``: references of running sequences at or below here. ``moves``: copies
-    in flight. ``users``: sessions whose last context ends at or below here; ``rate``: sum of their return rates in 1/s.
+    in flight. ``users``: sessions whose last context ends at or below here; ``rate``: sum of their return rates in
+    1/RATE_PARTS per second.
     ``lost``: why the last copy went, for a tombstone.
     """
 
@@ -73,7 +76,7 @@ class Extent:
         self.pins = 0
         self.moves: list[Move] = []
         self.users = 0
-        self.rate = 0.0
+        self.rate = 0
         self.uses = 0
         self.last_used_s = 0.0
         self.lost: LostLabel | None = None

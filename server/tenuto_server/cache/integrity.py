@@ -79,17 +79,16 @@ def _check_references(cache: CacheManager, nodes: list[Extent]) -> None:
         _demand(table.tip.end == table.path_blocks, "a table's path does not end where it says")
         _demand(root_of(table.tip) is table.root, "a table's path hangs from another root")
     users: dict[int, int] = {}
-    rates: dict[int, float] = {}
+    rates: dict[int, int] = {}
     for session, tip in cache.tips.items():
         _demand(session in tip.extent.tips, "a session's tip does not know it")
         for node in path_to(tip.extent):
             users[id(node)] = users.get(id(node), 0) + 1
-            rates[id(node)] = rates.get(id(node), 0.0) + tip.rate
+            rates[id(node)] = rates.get(id(node), 0) + tip.rate
     for node in nodes:
         _demand(node.pins == pins.get(id(node), 0), f"pins: {node.pins}, references: {pins.get(id(node), 0)}")
         _demand(node.users == users.get(id(node), 0), "users are miscounted")
-        expected = rates.get(id(node), 0.0)
-        _demand(abs(node.rate - expected) <= 1e-9 * max(1.0, expected), "rates do not add up")
+        _demand(node.rate == rates.get(id(node), 0), "rates do not add up")
         for move in node.moves:
             _demand(cache.tiers.moves.get(move.id) is move and node in move.pieces, "a copy is not what it seems")
             _demand(node.slots[move.src] is not None, "the source of a copy in flight is gone")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Extent
 from tenuto_server.cache.identity import HASH_BYTES, chain
 from tenuto_server.cache.moves import Move
 from tenuto_server.cache.residency import Below, Label, Priority, Residency
@@ -33,7 +33,7 @@ class Found:
 @dataclass(slots=True)
 class _Tip:
     extent: Extent
-    rate: float
+    rate: int
 
 
 class CacheManager:
@@ -48,6 +48,7 @@ class CacheManager:
             (config.device_blocks, config.host_blocks, config.disk_blocks),
             config.transfers_inflight_max,
             config.transfer_blocks_max,
+            config.transfer_patience_s,
             priority,
             below,
             label,
@@ -292,7 +293,7 @@ class CacheManager:
     def set_tip(self, session: int, extent: Extent | None) -> None:
         """A session's context now ends in ``extent`` (None: the session is forgotten)."""
         old = self.tips.get(session)
-        rate = old.rate if old else 0.0
+        rate = old.rate if old else 0
         if old is not None:
             self._count(old.extent, -1, -rate)
             old.extent.tips.discard(session)
@@ -307,11 +308,11 @@ class CacheManager:
             self._coalesce(extent)
 
     def set_rate(self, session: int, rate: float) -> None:
-        """A session's return rate changed: every extent of its context is re-filed."""
-        tip = self.tips.get(session)
-        if tip is not None and rate != tip.rate:
-            self._count(tip.extent, 0, rate - tip.rate)
-            tip.rate = rate
+        """A session's return rate (1/s) changed: every extent of its context is re-filed."""
+        tip, parts = self.tips.get(session), round(rate * RATE_PARTS)
+        if tip is not None and parts != tip.rate:
+            self._count(tip.extent, 0, parts - tip.rate)
+            tip.rate = parts
 
     def shorten_tip(self, session: int, tokens: int) -> None:
         """Only the first ``tokens`` tokens of a session's context are still wanted (a compaction)."""
@@ -328,13 +329,11 @@ class CacheManager:
         if node is not tip.extent:
             self.set_tip(session, node)
 
-    def _count(self, extent: Extent, users: int, rate: float) -> None:
+    def _count(self, extent: Extent, users: int, rate: int) -> None:
         node: Extent | None = extent
         while node is not None:
             node.users += users
-            node.rate = node.rate + rate if node.users else 0.0
-            if node.rate < 1e-15:
-                node.rate = 0.0
+            node.rate += rate
             if node.parent is not None:
                 self.tiers.touch(node)
             node = node.parent
@@ -402,16 +401,25 @@ class CacheManager:
         self.tiers.touch(self.tree.cut(extent, blocks))
         self.tiers.touch(extent)
 
-    def room_is_coming(self) -> bool:
-        """Copies are in flight that will free device blocks."""
-        return any(move.src == DEVICE and move.drop_source for move in self.tiers.moves.values())
+    def room_is_coming(self, now_ns: int) -> bool:
+        """Copies are in flight that will free device blocks soon."""
+        return self.tiers.coming(DEVICE, now_ns) > 0
+
+    def next_overdue_ns(self, now_ns: int) -> int | None:
+        """When the next copy in flight stops being waited for."""
+        times = [move.begun_ns + self.tiers.patience_ns for move in self.tiers.moves.values()]
+        return min((time for time in times if time > now_ns), default=None)
 
     # ---- figures -------------------------------------------------------------------------------------------------
 
-    def reclaimable_device_blocks(self) -> int:
+    def reclaimable_device_blocks(self, now_ns: int) -> int:
         """Device blocks that are free or can be freed without touching a running sequence."""
-        tiers = self.tiers
-        inflight = sum(move.blocks for move in tiers.moves.values() if move.dst == DEVICE)
+        tiers, inflight = self.tiers, 0
+        for move in tiers.moves.values():
+            if move.dst == DEVICE:
+                inflight += move.blocks
+            elif tiers.overdue(move, now_ns):  # a stuck copy holds its source
+                inflight += sum(p.blocks for p in move.pieces if not p.pins and p.slots[DEVICE] is not None)
         return self.config.device_blocks - tiers.pinned_device_blocks - self.private_blocks - inflight
 
     def resident_tokens(self, session: int) -> dict[str, int]:

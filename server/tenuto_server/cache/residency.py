@@ -31,6 +31,7 @@ class Residency:
         capacities: tuple[int, int, int],
         moves_max: int,
         move_blocks_max: int,
+        patience_s: float,
         priority: Priority,
         below: Below,
         label: Label,
@@ -46,6 +47,7 @@ class Residency:
         self.failed_moves = 0
         self.pinned_device_blocks = 0
         self._tree = tree
+        self.patience_ns = int(patience_s * 1e9)
         self._moves_max = moves_max
         self._move_blocks_max = move_blocks_max
         self._heaps: tuple[list[tuple[float, int, int, Extent]], ...] = ([], [], [])
@@ -107,7 +109,7 @@ class Residency:
         copy first and free their slots when it ends (call again then). ``ceiling``: take nothing of higher priority.
         ``drop``: lose what has no lower copy rather than wait for one."""
         pool = self.pools[tier]
-        coming = sum(move.blocks for move in self.moves.values() if move.src == tier and move.drop_source)
+        coming = self.coming(tier, now_ns)
         while pool.free + coming < need or (drop and pool.free < need):
             if tier == DISK and self.recovered:
                 self._forget_recovered(need - pool.free)
@@ -127,6 +129,16 @@ class Residency:
                     continue
             self.drop(victim, tier)
         return pool.free >= need
+
+    def coming(self, tier: int, now_ns: int) -> int:
+        """Slots of a tier that copies in flight will free; a copy that is overdue is no longer counted on."""
+        return sum(
+            m.blocks for m in self.moves.values() if m.src == tier and m.drop_source and not self.overdue(m, now_ns)
+        )
+
+    def overdue(self, move: Move, now_ns: int) -> bool:
+        """The copy has taken so long that nobody should wait for it."""
+        return now_ns >= move.begun_ns + self.patience_ns
 
     def _trim(self, extent: Extent, wanted: int) -> Extent:
         """Of a victim, the part to take: its last blocks, a little more than wanted, at most one move's worth. The tail
@@ -246,8 +258,10 @@ class Residency:
             else:
                 self._release(move.dst, slots)
                 piece.refused |= 1 << move.dst
-                if is_bad and piece.slots[move.src] is not None and not any(m.src == move.src for m in piece.moves):
-                    self.drop(piece, move.src)  # (another reader of the same bytes finds out by itself)
+                # What the device computed is never in doubt; another reader of the same bytes finds out by itself.
+                doubted = is_bad and move.src != DEVICE and not any(m.src == move.src for m in piece.moves)
+                if doubted and piece.slots[move.src] is not None:
+                    self.drop(piece, move.src)
             self.touch(piece)
         return move
 

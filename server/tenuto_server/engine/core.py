@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent, LostLabel
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Extent, LostLabel
 from tenuto_server.cache.manager import CacheManager
 from tenuto_server.config import EngineConfig
 from tenuto_server.engine.costs import Costs
@@ -107,7 +107,7 @@ class Core:
             extent.start * self.config.cache.block_tokens,
             extent.blocks,
             extent.users,
-            extent.rate,
+            extent.rate / RATE_PARTS,
             extent.last_used_s,
             extent.uses,
             tuple(TIERS[tier] for tier, slots in enumerate(extent.slots) if slots is not None),

@@ -44,6 +44,7 @@ class Scheduler:
         self._flight: list[_Planned] = []
         self._step = 0
         self.admit_again = True
+        self._overdue_ns: int | None = None
 
     # ---- arrival and departure -----------------------------------------------------------------------------------
 
@@ -134,8 +135,10 @@ class Scheduler:
     def admit(self) -> None:
         """Lets waiting turns in, in the policy's order, while their whole budget of blocks can be had."""
         core = self._core
-        if not self.waiting or not self.admit_again:
+        overdue = self._core.cache.next_overdue_ns(self._core.now_ns)
+        if not self.waiting or (not self.admit_again and overdue == self._overdue_ns):
             return
+        self._overdue_ns = overdue
         self.admit_again = False
         self.waiting.sort(key=self._order)
         while self.waiting and len(self.running) < core.config.running_max:
@@ -172,7 +175,7 @@ class Scheduler:
         tokens = sequence.tokens[: sequence.count]
         table, found = cache.acquire(session.root, tokens, capacity)
         need = self._budget_blocks(sequence) - cache.held_blocks(table)
-        if need > cache.reclaimable_device_blocks() - self._outstanding() and self.running:
+        if need > cache.reclaimable_device_blocks(core.now_ns) - self._outstanding() and self.running:
             cache.release(table, tokens, None)
             return False
         cache.use(table, core.now_s)
@@ -290,7 +293,7 @@ class Scheduler:
         assert table is not None
         if core.cache.allocate(table, end, core.now_ns):
             return True
-        if core.cache.room_is_coming():
+        if core.cache.room_is_coming(core.now_ns):
             return False
         while not core.cache.allocate(table, end, core.now_ns, drop=True):
             flying = {planned.sequence for planned in self._flight}
@@ -384,5 +387,9 @@ class Scheduler:
             self._restorer.tend(sequence)
 
     def next_deadline_ns(self) -> int | None:
-        """When the earliest running restore becomes late."""
-        return self._restorer.next_deadline_ns(self.running)
+        """When the earliest copy that a turn waits for becomes late."""
+        now_ns = self._core.now_ns
+        times = [self._restorer.next_deadline_ns(self.running)]
+        if self.waiting or self.running:
+            times.append(self._core.cache.next_overdue_ns(now_ns))
+        return min((time for time in times if time is not None), default=None)
