@@ -63,7 +63,7 @@ def check_op(
 ) -> list[CaseResult]:
     """Run the suite of one operation (a name in `OPS`) on one backend, given by name or as an implementation.
 
-    `cases` random cases with contexts up to `longest` tokens; the same arguments draw the same cases. Raises
+    `cases` random cases with contexts up to `longest` tokens (five times that for a lone decode token); the same arguments draw the same cases. Raises
     AssertionError naming the case with the first mismatches, ValueError for an unknown operation.
     """
     if name not in OPS:
@@ -156,7 +156,9 @@ class _Draw:
         group, dim = GROUPS[self.index % 4], HEAD_DIMS[self.index // 4 % 2]
         q_dtype, pool_dtype = DTYPES[0] if self.index < 4 else self.rng.choice(DTYPES)
         block_size, heads = self.rng.choice(BLOCK_SIZES), self.rng.choice((1, 2, 3))
-        lengths = [self.rng.randint(1, self.longest) for _ in range(self.rng.randint(1, 4))]
+        kinds = [self.rng.choice(("decode", "whole", "chunk", "holes")) for _ in range(self.rng.randint(1, 4))]
+        # One query against a long context is cheap to check, and the case that kernels split over the keys.
+        lengths = [self.rng.randint(1, self.longest * (5 if kind == "decode" else 1)) for kind in kinds]
         widest = -(-max(lengths) // block_size)
         blocks = self.distinct(widest * len(lengths), widest * len(lengths) + 3)
         pool = self.poisoned_pool(len(blocks) + 3, heads, block_size, dim, pool_dtype)
@@ -168,7 +170,7 @@ class _Draw:
             for position in range(length):
                 page = pool[table[position // block_size], layer]
                 page[:, :, position % block_size] = self.normal(2, heads, dim, dtype=pool_dtype)
-            for begin, end in self.ranges(length):
+            for begin, end in self.ranges(kinds[number], length):
                 starts.append(starts[-1] + end - begin)
                 contexts.append(end)
                 tables.append(table[:used] + [0] * (widest - used))
@@ -182,8 +184,7 @@ class _Draw:
         q = self.normal(starts[-1], heads * group, dim, dtype=q_dtype)
         return AttentionCase(name, q, pool, layer, rows, dim**-0.5, window)
 
-    def ranges(self, length: int) -> list[tuple[int, int]]:
-        kind = self.rng.choice(("decode", "whole", "chunk", "holes"))
+    def ranges(self, kind: str, length: int) -> list[tuple[int, int]]:
         if kind == "decode" or length < 8:
             return [(length - 1, length)]
         if kind == "whole":

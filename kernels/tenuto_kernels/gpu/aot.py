@@ -1,0 +1,160 @@
+"""Compiling every kernel ahead of time, without a GPU: does it compile, and what does it cost the device.
+
+`python -m tenuto_kernels.gpu.aot` prints a table, with `--json` one JSON list. The variants are the shapes of models the
+server knows; launch options are those the wrappers use. Owns no state.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tenuto_kernels.gpu.blocks import WORDS, move_kernel
+from tenuto_kernels.gpu.decode import combine_kernel, decode_config, decode_kernel
+from tenuto_kernels.gpu.prefill import prefill_config, prefill_kernel
+from tenuto_kernels.gpu.shared import power_of_two
+from tenuto_kernels.gpu.store import store_kernel
+
+ARCHITECTURES = (80, 90)
+
+#: (query heads per KV head, KV heads, D): SmolLM2-135M, Qwen 2.5 Coder 7B, Llama 3.1 8B, Qwen 3 32B.
+MODELS = ((3, 3, 64), (7, 4, 128), (4, 8, 128), (8, 8, 128))
+BLOCK_SIZE = 16
+
+_POINTERS = {
+    "table": "*i32",
+    "row": "*i32",
+    "start": "*i32",
+    "context": "*i32",
+    "tile_row": "*i32",
+    "tile_first": "*i32",
+}
+_SCALARS = {"scale_log2": "fp32", "window": "i32", "stride_table": "i32", "stride_q": "i32", "words": "i32"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of one kernel."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a compiled kernel takes: registers a thread, static and dynamic shared memory, bytes spilled a thread."""
+
+    name: str
+    architecture: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+
+
+def variants() -> Iterator[Variant]:
+    """Every kernel in the shapes it is launched with."""
+    for group, heads, dim in MODELS:
+        for dtype in ("bf16", "fp32"):
+            yield _attention("prefill", group, heads, dim, dtype)
+            yield _attention("decode", group, heads, dim, dtype)
+    yield _attention("prefill", 4, 8, 128, "bf16", windowed=True)
+    yield _attention("decode", 4, 8, 128, "bf16", windowed=True)
+    dtypes = {"part": "*fp32", "lse": "*fp32", "out": "*bf16"}
+    constants = {"HQ": 32, "D": 128, "DP": 128, "SPLITS": 8}
+    yield Variant("combine", combine_kernel, _signature(combine_kernel, dtypes, constants), constants, {})
+    dtypes = {"pool": "*bf16", "k": "*bf16", "v": "*bf16", "slots": "*i64"}
+    constants = {"HKV": 8, "D": 128, "BS": BLOCK_SIZE, "BLOCK": 1024}
+    yield Variant("store", store_kernel, _signature(store_kernel, dtypes, constants), constants, {})
+    dtypes = {"src": "*i32", "dst": "*i32", "src_index": "*i64", "dst_index": "*i64"}
+    for name, source, target in (("gather", True, False), ("scatter", False, True), ("copy", True, True)):
+        constants = {"SRC_INDEXED": source, "DST_INDEXED": target, "WORDS": WORDS}
+        yield Variant(name, move_kernel, _signature(move_kernel, dtypes, constants), constants, {})
+
+
+def compile_variant(variant: Variant, architecture: int) -> Cost:
+    """Compile for one architecture (80, 90) with the compiler and assembler that come with Triton."""
+    names = list(variant.signature)
+    # What the just-in-time compiler learns from the arguments: 16-byte aligned pointers and strides.
+    aligned = [n for n, kind in variant.signature.items() if kind.startswith("*") or n.startswith(("stride", "layer"))]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(variant.kernel, variant.signature, variant.constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=variant.options)
+    registers, spilled = _resources(compiled.asm["cubin"])
+    return Cost(variant.name, architecture, registers, compiled.metadata.shared, spilled)
+
+
+def _attention(kind: str, group: int, heads: int, dim: int, dtype: str, windowed: bool = False) -> Variant:
+    fp32 = dtype == "fp32"
+    constants: dict[str, Any] = {"HKV": heads, "GROUP": group, "D": dim, "DP": power_of_two(dim), "BS": BLOCK_SIZE}
+    constants |= {"FP32": fp32, "WINDOWED": windowed}
+    if kind == "prefill":
+        kernel = prefill_kernel
+        tiles = prefill_config(dim, group, fp32)
+        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    else:
+        kernel = decode_kernel
+        rows = decode_config(dim, group, fp32)
+        constants |= {"BLOCK_G": rows.block_g, "BLOCK_N": rows.block_n, "SPLITS": 8}
+        options = {"num_warps": rows.num_warps, "num_stages": rows.num_stages}
+    dtypes = {"q": f"*{dtype}", "pool": f"*{dtype}", "out": f"*{dtype}", "part": "*fp32", "lse": "*fp32"}
+    name = f"{kind} {dtype} D{dim} G{group}{' window' if windowed else ''}"
+    return Variant(name, kernel, _signature(kernel, dtypes, constants), constants, options)
+
+
+def _signature(kernel: Any, dtypes: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
+    types: dict[str, str] = {}
+    for name in kernel.arg_names:
+        short = name.removesuffix("_ptr")
+        if name in constants:
+            types[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            types[name] = dtypes.get(short) or _POINTERS[short]
+        else:
+            types[name] = _SCALARS.get(name, "i64")
+    return types
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of local memory (no kernel here has local arrays, so all of it is spills)."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tenuto_kernels.gpu.aot", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    parser.add_argument("--only", metavar="REGEX", default="", help="the kernels whose whole name matches")
+    options = parser.parse_args()
+    chosen = [v for v in variants() if not options.only or re.fullmatch(options.only, v.name)]
+    costs = [compile_variant(variant, arch) for variant in chosen for arch in ARCHITECTURES]
+    if options.json:
+        print(json.dumps([asdict(cost) for cost in costs]))
+        return
+    print(f"{'kernel':28} {'arch':>5} {'registers':>9} {'shared':>8} {'spilled':>8}")
+    for cost in costs:
+        arch = f"sm_{cost.architecture}"
+        print(f"{cost.name:28} {arch:>5} {cost.registers:9} {cost.shared_bytes:8} {cost.spill_bytes:8}")
+
+
+if __name__ == "__main__":
+    main()

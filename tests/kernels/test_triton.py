@@ -1,0 +1,93 @@
+"""The Triton kernels without a GPU: the suite in Triton's interpreter, and compilation for two architectures.
+
+Both in processes of their own: the decorator binds a kernel to the interpreter or the compiler when it is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+
+SUITE = """
+import warnings
+warnings.simplefilter("error")
+from tenuto_kernels.testing import check_op
+for op, cases, longest in (
+    ("store_kv", 6, 40), ("copy_blocks", 6, 40), ("gather_blocks", 6, 40), ("scatter_blocks", 6, 40),
+    ("paged_attention", 10, 60), ("paged_attention_invariant", 4, 60),
+):
+    print(op, len(check_op(op, "interpret", cases=cases, longest=longest)))
+"""
+
+INVARIANT = """
+import torch
+from tenuto_kernels.dispatch import backend
+from tenuto_kernels import AttentionRows, KVLayout, paged_attention
+assert backend() == "interpret"
+torch.manual_seed(0)
+pool = KVLayout(1, 1, 64, 16, torch.bfloat16).allocate(4, "cpu").normal_()
+table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+q = torch.randn(45, 3, 64)
+whole = paged_attention(q, pool, 0, AttentionRows((0, 45), (45,), table), 0.1, invariant=True)
+for cuts in ((0, 20, 21, 45), (0, 7, 33, 44, 45)):
+    lengths = tuple(zip(cuts, cuts[1:]))
+    rows = AttentionRows(cuts, tuple(end for _, end in lengths), table.expand(len(lengths), -1))
+    assert torch.equal(paged_attention(q, pool, 0, rows, 0.1, invariant=True), whole)
+for at in (0, 31, 44):
+    rows = AttentionRows((0, 1), (at + 1,), table)
+    assert torch.equal(paged_attention(q[at : at + 1], pool, 0, rows, 0.1, invariant=True)[0], whole[at])
+print("same bits")
+"""
+
+WRONG_ORDER = """
+from tenuto_kernels import dispatch
+import tenuto_kernels.gpu
+dispatch.load("interpret")
+"""
+
+
+def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TENUTO_"))}
+    inherited |= {"PYTHONPATH": str(KERNELS), **environment}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=600)
+
+
+def test_suite_passes_in_the_interpreter() -> None:
+    done = _python("-c", SUITE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["paged_attention 10", "paged_attention_invariant 4"]
+
+
+def test_invariant_mode_gives_the_same_bits_for_any_cut() -> None:
+    done = _python("-c", INVARIANT, TENUTO_KERNELS="interpret")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "same bits"
+
+
+def test_interpreter_after_the_compiler_is_refused() -> None:
+    done = _python("-c", WRONG_ORDER)
+    assert "RuntimeError: backend 'interpret' asked for, but this process bound" in done.stderr
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_two_architectures_without_spills() -> None:
+    """One model of each head dimension, an odd group among them; the fp32 variant that is the largest."""
+    only = "(prefill|decode) (bf16 D64 G3|bf16 D128 G7|fp32 D128 G7)|decode.*window|combine|store|copy"
+    done = _python("-m", "tenuto_kernels.gpu.aot", "--json", "--only", only)
+    assert done.returncode == 0, done.stderr
+    costs = json.loads(done.stdout)
+    print(done.stdout)
+    assert {cost["architecture"] for cost in costs} == {80, 90}
+    assert len(costs) == 20
+    for cost in costs:
+        assert 0 < cost["registers"] <= 255, cost
+        assert cost["shared_bytes"] <= 99 * 1024, f"does not fit every device of the generation: {cost}"
+        assert cost["spill_bytes"] == 0, cost
