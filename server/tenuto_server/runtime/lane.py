@@ -130,15 +130,17 @@ class Lane:
         """Jobs not reported yet."""
         return len(self._jobs)
 
-    def give_up(self, limit_s: float) -> bool:
-        """If one chunk has taken over ``limit_s``: fail all jobs and refuse more until it returns. True when that happens."""
+    def find_stuck(self, limit_s: float) -> bool:
+        """Whether one chunk has now taken over ``limit_s``; from then until it returns, ``submit`` refuses."""
         with self._wake:
             stuck = self._current is not None and not self._stuck and time.monotonic() - self._chunk_began > limit_s
-            jobs = list(self._jobs) if stuck else []
             self._stuck |= stuck
-        for transfer_id in jobs:
-            self.cancel(transfer_id, "the tier does not answer")
-        return stuck
+            return stuck
+
+    def fail_all(self, reason: str) -> None:
+        """Cancel every job."""
+        for transfer_id in list(self._jobs):
+            self.cancel(transfer_id, reason)
 
     @property
     def stuck(self) -> bool:
@@ -161,9 +163,7 @@ class Lane:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-            jobs = list(self._jobs)
-        for transfer_id in jobs:
-            self.cancel(transfer_id, "closed")
+        self.fail_all("closed")
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -254,9 +254,13 @@ class Transfers:
 
     def _watch_disk(self) -> None:
         while not self._closing.wait(min(1.0, self._stuck_s / 4)):
-            if self._disk_lane.give_up(self._stuck_s):
+            if self._disk_lane.find_stuck(self._stuck_s):
                 logger.warning("disk tier has not answered for %.1f s; its transfers fail until it does", self._stuck_s)
+                # First the tier, then its transfers: the engine must not plan the next one in between.
                 self._announce(False, "the disk does not answer")
+                self._disk_lane.fail_all("the disk does not answer")
+                # If the disk came back meanwhile, its worker did so before it could announce anything.
+                self._disk_lane.notify()
 
     def _announce(self, writable: bool, reason: str) -> None:
         with self._counts_lock:
