@@ -111,7 +111,7 @@ class PauseDistribution:
         """
         start = self.survival(elapsed_s)
         if start <= 0.0 or elapsed_s >= _edge(GRID_BINS):
-            return min(elapsed_s / max(1.0 - q, 1e-3), max(elapsed_s, FORECAST_MAX_S))
+            return elapsed_s / max(1.0 - q, 1e-3)
         target = start * (1.0 - q)
         low, high = 0, GRID_BINS
         while low < high:  # the last bin edge whose survival is still at least the target

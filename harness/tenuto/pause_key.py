@@ -20,18 +20,9 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SEPARATORS = frozenset({"&&", "||", ";", "|", "&", "(", ")", "\n"})
 # Words that only prepare the command that takes the time.
 _PREPARING = frozenset({"cd", "pushd", "export", "set", "source", ".", "unset", "mkdir", "true", ":"})
-# Words that run the command behind them, with the number of their own operands.
-_WRAPPING = {
-    "sudo": 0,
-    "env": 0,
-    "time": 0,
-    "nohup": 0,
-    "nice": 0,
-    "exec": 0,
-    "command": 0,
-    "timeout": 1,
-    "xvfb-run": 0,
-}
+# Words that run the command behind them; their own options and bare numbers (``timeout -k 5 60``) are skipped.
+_WRAPPING = frozenset({"sudo", "env", "time", "nohup", "nice", "exec", "command", "timeout", "xvfb-run"})
+_WRAPPER_WORD = re.compile(r"-.*|\d+(\.\d+)?[smhd]?")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
 # Programs whose first argument is part of what runs.
 _RUNNERS = {("uv", "run"), ("poetry", "run"), ("pdm", "run"), ("hatch", "run"), ("pipx", "run"), ("bundle", "exec")}
@@ -137,10 +128,8 @@ def _strip(words: Sequence[str]) -> list[str]:
         if _ASSIGNMENT.match(rest[0]):
             rest = rest[1:]
         elif head in _WRAPPING:
-            operands = _WRAPPING[head]
             rest = rest[1:]
-            while rest and (rest[0].startswith("-") or operands):
-                operands -= 0 if rest[0].startswith("-") else 1
+            while rest and _WRAPPER_WORD.fullmatch(rest[0]):
                 rest = rest[1:]
         else:
             break
