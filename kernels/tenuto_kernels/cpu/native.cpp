@@ -30,9 +30,9 @@ void panel(const float* x, const WT* w, const float* bias, OT* out, int64_t rows
     for (int64_t m = 0; m < rows; m += MR) {
         const int count = (int)std::min<int64_t>(MR, rows - m);
         if (convert)
-            tile_rows<false>(count, x + m * K, K, 1, (const float*)unpacked, c, NR, K);
+            tile_rows<false, false>(count, x + m * K, K, (const float*)unpacked, c, K);
         else
-            tile_rows<false>(count, x + m * K, K, 1, w, c, NR, K);
+            tile_rows<false, false>(count, x + m * K, K, w, c, K);
         for (int i = 0; i < count; i++) {
             OT* row = out + (m + i) * O + column;
             if (width == NR)
@@ -46,6 +46,7 @@ void panel(const float* x, const WT* w, const float* bias, OT* out, int64_t rows
 
 template <typename XT, typename WT>
 void linear(const XT* x, const WT* w, const float* bias, XT* out, int64_t M, int64_t O, int64_t K, int threads) {
+    if (M == 0) return;
     const int64_t panels = (O + NR - 1) / NR;
     int64_t block = std::max<int64_t>(MR, BLOCK_BYTES / (K * 4) / MR * MR);
     const int64_t blocks = (M + block - 1) / block;
@@ -59,7 +60,7 @@ void linear(const XT* x, const WT* w, const float* bias, XT* out, int64_t M, int
             for (int64_t m = 0; m < M; m++) widen(x + m * K, wide.data() + m * K, K);
             a = wide.data();
         }
-        std::vector<float> unpacked(sizeof(WT) == 2 && M > MR ? K * NR + W : 0);
+        std::vector<float> unpacked(sizeof(WT) == 2 && M > MR ? K * NR + 16 : 0);
         float* scratch = (float*)(((uintptr_t)unpacked.data() + 63) & ~(uintptr_t)63);
         for (int64_t m = 0; m < M; m += block) {
             const int64_t rows = std::min(block, M - m);

@@ -90,17 +90,16 @@ INLINE vf vexp(vf x) {
     return x < -87.0f ? vf{} : (vf)bits;
 }
 
-// C[rows, NR] (+)= A[rows, depth] * B[depth, NR]. A is read one element at a time through two strides; B is a panel of
-// fp32 or bf16. Every output is one chain of multiply-adds in the order of depth, whatever `rows` is: that is what
-// makes each row's bits independent of the rows beside it.
-template <int rows, bool accumulate, typename B>
-INLINE void tile(const float* a, int64_t row_stride, int64_t depth_stride, const B* b, float* c, int64_t c_stride,
-                 int64_t depth) {
+// C[rows, NR] (+)= A[rows, depth] * B[depth, NR]. A is row-major with `a_stride` between rows, or, `turned`, between
+// columns. B is a panel of fp32 or bf16. Every output is one chain of multiply-adds in the order of depth, whatever
+// `rows` is: that is what makes each row's bits independent of the rows beside it.
+template <int rows, bool turned, bool accumulate, typename B>
+__attribute__((noinline)) void tile(const float* a, int64_t a_stride, const B* b, float* c, int64_t depth) {
     vf acc[rows][NV];
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; j++) acc[i][j] = accumulate ? load(c + i * c_stride + j * W) : vf{};
+        for (int j = 0; j < NV; j++) acc[i][j] = accumulate ? load(c + i * NR + j * W) : vf{};
     for (int64_t k = 0; k < depth; k++) {
         vf column[NV];
 #pragma GCC unroll 4
@@ -108,7 +107,7 @@ INLINE void tile(const float* a, int64_t row_stride, int64_t depth_stride, const
         if (sizeof(B) == 2) __builtin_prefetch(b + k * NR + 1024);
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
-            vf x = splat(a[i * row_stride + k * depth_stride]);
+            const vf x = splat(turned ? a[k * a_stride + i] : a[i * a_stride + k]);
 #pragma GCC unroll 4
             for (int j = 0; j < NV; j++) acc[i][j] += x * column[j];
         }
@@ -116,25 +115,23 @@ INLINE void tile(const float* a, int64_t row_stride, int64_t depth_stride, const
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; j++) store(c + i * c_stride + j * W, acc[i][j]);
+        for (int j = 0; j < NV; j++) store(c + i * NR + j * W, acc[i][j]);
 }
 
-template <bool accumulate, typename B, int rows = MR>
-INLINE void tile_rows(int count, const float* a, int64_t row_stride, int64_t depth_stride, const B* b, float* c,
-                      int64_t c_stride, int64_t depth) {
+// The same for `count` <= MR rows.
+template <bool turned, bool accumulate, typename B, int rows = MR>
+void tile_rows(int count, const float* a, int64_t a_stride, const B* b, float* c, int64_t depth) {
     if (count == rows)
-        tile<rows, accumulate>(a, row_stride, depth_stride, b, c, c_stride, depth);
+        tile<rows, turned, accumulate>(a, a_stride, b, c, depth);
     else if constexpr (rows > 1)
-        tile_rows<accumulate, B, rows - 1>(count, a, row_stride, depth_stride, b, c, c_stride, depth);
+        tile_rows<turned, accumulate, B, rows - 1>(count, a, a_stride, b, c, depth);
 }
 
 // The same for any number of rows.
-template <bool accumulate, typename B>
-INLINE void tiles(int64_t rows, const float* a, int64_t row_stride, int64_t depth_stride, const B* b, float* c,
-                  int64_t c_stride, int64_t depth) {
+template <bool turned, bool accumulate>
+void tiles(int64_t rows, const float* a, int64_t a_stride, const float* b, float* c, int64_t depth) {
     for (int64_t i = 0; i < rows; i += MR) {
-        int count = (int)(rows - i < MR ? rows - i : MR);
-        tile_rows<accumulate>(count, a + i * row_stride, row_stride, depth_stride, b, c + i * c_stride, c_stride,
-                              depth);
+        const int count = (int)(rows - i < MR ? rows - i : MR);
+        tile_rows<turned, accumulate>(count, turned ? a + i : a + i * a_stride, a_stride, b, c + i * NR, depth);
     }
 }

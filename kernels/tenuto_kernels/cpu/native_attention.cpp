@@ -211,7 +211,7 @@ struct Panel {
 
 void attend(Panel& panel, const float* keys, const float* values, int64_t first_key, int64_t count, int64_t D,
             float* scores) {
-    tiles<false>(count, keys, D, 1, (const float*)panel.q, scores, NR, D);
+    tiles<false, false>(count, keys, D, panel.q, scores, D);
     for (int j = 0; j < NR; j += W) {
         vi position;
         std::memcpy(&position, panel.position + j, sizeof position);
@@ -237,7 +237,7 @@ void attend(Panel& panel, const float* keys, const float* values, int64_t first_
         store(panel.total + j, total);
         for (int64_t d = 0; d < D; d++) store(panel.out + d * NR + j, load(panel.out + d * NR + j) * shrink);
     }
-    tiles<true>(D, values, 1, D, (const float*)scores, panel.out, NR, count);
+    tiles<true, true>(D, values, D, scores, panel.out, count);
 }
 
 template <typename Q, typename P>

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 BUILD_LIMIT_S = 120.0
 _SOURCES = ("native.cpp", "native_attention.cpp")
 _HEADERS = ("native.h",)
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-ignored-attributes")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-ignored-attributes")
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
@@ -75,6 +75,15 @@ def cache_dir() -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`, built again once if the file there is damaged. Raises BuildError or OSError."""
+    try:
+        return _open(path)
+    except (OSError, AttributeError):
+        path.unlink(missing_ok=True)
+        return _open(build(path.parent))
+
+
+def _open(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
@@ -109,7 +118,10 @@ def _compile(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{source}.o" for source in _SOURCES]
         for source, compiled in zip(_SOURCES, objects, strict=True):
-            _run([compiler, *_FLAGS, "-c", str(here / source), "-o", str(compiled)], deadline)
+            _run(
+                [compiler, *_FLAGS, f"-march={_architecture()}", "-c", str(here / source), "-o", str(compiled)],
+                deadline,
+            )
         built = Path(scratch) / target.name
         _run([compiler, "-shared", *map(str, objects), *_openmp(), "-o", str(built)], deadline)
         os.replace(built, target)
@@ -135,10 +147,15 @@ def _run(command: list[str], deadline: float) -> None:
         raise BuildError(f"{Path(command[0]).name}: {lines[0]}")
 
 
+def _architecture() -> str:
+    """What the compiler may assume of the processor; all of it, unless `TENUTO_NATIVE_ARCH` names less."""
+    return os.environ.get("TENUTO_NATIVE_ARCH", "native")
+
+
 def _key(compiler: str) -> str:
     here = Path(__file__).parent
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    parts = [version, " ".join(_FLAGS), *_openmp(), _processor()]
+    parts = [version, " ".join(_FLAGS), _architecture(), *_openmp(), _processor()]
     parts += [(here / name).read_text() for name in (*_HEADERS, *_SOURCES)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
