@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,15 @@ from tenuto_server.model.load import LoadedModel, load_model, resolve_model
 from tenuto_server.model.transformer import ForwardBatch, Transformer
 
 BLOCK = 16
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Test models are tiny and test machines busy: threads that wait for each other only lose time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def toy_config() -> ModelConfig:
     )
 
 
-def toy_tokenizer() -> BpeTokenizer:
+def toy_vocabulary() -> Vocabulary:
     """Three special tokens, the 256 bytes, and 253 pairs: byte-level BPE like the real ones, with nothing missing."""
     vowels, consonants = "aeiou", "bcdfghjklmnpqrstvwxyz"
     pairs = [a + b for v in vowels for c in consonants for a, b in ((v, c), (c, v))]
@@ -76,7 +76,7 @@ def toy_tokenizer() -> BpeTokenizer:
     merges = [(pair[0].replace(" ", space), pair[1].replace(" ", space)) for pair in pairs]
     tokens = {CHAR_OF_BYTE[byte]: len(_SPECIAL) + byte for byte in range(256)}
     tokens.update({a + b: len(_SPECIAL) + 256 + n for n, (a, b) in enumerate(merges)})
-    vocabulary = Vocabulary(
+    return Vocabulary(
         tokens=tokens,
         merges=merges,
         added={text: index for index, text in enumerate(_SPECIAL)},
@@ -84,7 +84,11 @@ def toy_tokenizer() -> BpeTokenizer:
         pattern=GPT2_PATTERN,
         bos_id=0,
     )
-    return BpeTokenizer(vocabulary, eos_ids=toy_config().eos_ids)
+
+
+def toy_tokenizer() -> BpeTokenizer:
+    """The tokenizer of ``toy_vocabulary``."""
+    return BpeTokenizer(toy_vocabulary(), eos_ids=toy_config().eos_ids)
 
 
 def toy_chat() -> ChatTemplate:

