@@ -60,7 +60,7 @@ def _session_of_body(request: GenerationRequest) -> str | None:
             if len(name) <= ID_CHARS_MAX:
                 return name
             # These fields were not made for us, so their length is no mistake: a digest names the session as well.
-            return "body/" + hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=16).hexdigest()
+            return "body/" + hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     return None
 
 
@@ -107,7 +107,7 @@ def read_envelope(value: Any) -> tuple[Envelope | None, list[Receipt]]:
             named = item.get("action_id") if isinstance(item, dict) else None
             action_id = named[:256] if isinstance(named, str) else ""
             reason = f"actions[{index}].{describe_error(error)}"
-            receipts.append(Receipt(action_id=_printable(action_id), outcome="rejected", reason=reason))
+            receipts.append(Receipt(action_id=action_id, outcome="rejected", reason=reason))
     try:
         head = {key: value[key] for key in ("protocol_version", "message_id") if key in value}
         return Envelope.model_validate({**head, "actions": tuple(actions)}), receipts
@@ -121,7 +121,3 @@ def envelope_or_400(value: Any) -> tuple[Envelope, list[Receipt]]:
     if envelope is None:
         raise bad_request(receipts[0].reason, "actions", "invalid_envelope")
     return envelope, receipts
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")

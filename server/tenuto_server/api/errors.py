@@ -27,6 +27,9 @@ TYPES = {
     431: "invalid_request_error",
 }
 
+# Parts of an error's location that name a branch of a union, not a field.
+_BRANCHES = frozenset({"str", "int", "float", "bool", "list", "dict"})
+
 
 class ApiError(Exception):
     """A refusal with its HTTP status. Raise it anywhere below a route."""
@@ -81,7 +84,7 @@ def invalid(error: ValidationError, prefix: str = "") -> ApiError:
     for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier():  # the other parts name a branch of a union, not a field
+        elif part.isidentifier() and part not in _BRANCHES:
             path += f".{part}" if path else part
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return bad_request(f"{path or 'body'}: {first['msg']}", path or None, code)

@@ -7,6 +7,7 @@ refusals that happen below ASGI the same error shape.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 import zlib
@@ -25,6 +26,7 @@ from tenuto_server.api.errors import ApiError, bad_request, encode_json
 HINT_BODY_BYTES_MAX = 256 * 2**10
 _HINT_PATHS = ("/v1/kv_hints",)
 _PARSE_INLINE_BYTES = 64 * 2**10
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # A client that is still sending when we close would see a reset instead of the answer, so the rest of a body that is too
 # long is read and thrown away, within these bounds.
 _DISCARD_BYTES_MAX = 64 * 2**20
@@ -129,7 +131,11 @@ async def read_json(request: Request, body_bytes_max: int) -> dict[str, Any]:
 
 def _parse(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        value = json.loads(raw)
+        if _SURROGATE.search(raw):
+            # Half of a pair is no character: it would fail wherever text is encoded later, so it becomes "?" here.
+            value = json.loads(encode_json(value))
+        return value
     except RecursionError:
         raise bad_request("body: JSON is nested too deeply", "body", "invalid_json") from None
     except json.JSONDecodeError as error:
