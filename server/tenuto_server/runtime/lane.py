@@ -139,7 +139,9 @@ class Lane:
 
     def fail_all(self, reason: str) -> None:
         """Cancel every job."""
-        for transfer_id in list(self._jobs):
+        with self._wake:
+            jobs = list(self._jobs)
+        for transfer_id in jobs:
             self.cancel(transfer_id, reason)
 
     @property

@@ -55,6 +55,7 @@ class Transfers:
         stuck_s: float = 30.0,
     ) -> None:
         self._store, self._disk, self._stuck_s = store, disk, stuck_s
+        self.host_bytes_per_s, self.disk_bytes_per_s = host_bytes_per_s, disk_bytes_per_s
         self._sink: Callable[[Event], None] | None = None
         self._order = 0
         self._forgotten: list[int] = []
@@ -183,6 +184,9 @@ class Transfers:
     # The disk worker.
 
     def _copy_disk(self, job: Job, first: int, last: int) -> list[int]:
+        assert self._disk is not None
+        # What was dropped before this job was submitted may be one of its destinations.
+        self._forget_pending(self._disk)
         bad = self._to_disk(job, first, last) if job.transfer.dst == "disk" else self._from_disk(job, first, last)
         return [first + at for at in bad]
 

@@ -1,0 +1,135 @@
+"""What prefill and the tiers cost on this machine, measured once at start. Holds no state.
+
+The engine weighs a restore against a recompute with these figures before it has any experience, and re-estimates them while
+it serves. Runs before the engine does: the probe writes into device and host blocks that nobody owns yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tenuto_server.engine.events import Event, Sampling, TransferDone
+from tenuto_server.engine.plan import ForwardPlan, ForwardRow, TierName, Transfer
+from tenuto_server.runtime.blocks import HASH_BYTES
+from tenuto_server.runtime.executor import TorchExecutor
+
+_CHUNK_TOKENS = 128
+_FAR_TOKENS = 2048
+_REPEAT_BELOW_S = 0.12
+_COPY_BYTES = 32 * 2**20
+_DISK_STEP_BYTES = 4 * 2**20
+_DISK_WRITE_S = 0.15
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A token at position x takes ``prefill_a_s + prefill_b_s * x`` seconds in a chunk; bandwidths in bytes per second.
+
+    ``host_bytes_per_s``: host to device, the way a restore goes, checksums included. ``disk_bytes_per_s``: reading what is
+    not in the page cache, checksum and copy included; ``disk_write_bytes_per_s``: synced. None: no such tier. Rate limits
+    count: they are part of what a copy takes.
+    """
+
+    prefill_a_s: float
+    prefill_b_s: float
+    host_bytes_per_s: float | None
+    disk_bytes_per_s: float | None
+    disk_write_bytes_per_s: float | None
+    took_s: float
+
+
+def measure_costs(executor: TorchExecutor, *, max_context_tokens: int) -> Costs:
+    """Probe prefill near and far into a context, the host tier and the disk tier; about a second for a small model.
+
+    Replaces the executor's sink while it runs.
+    """
+    began = time.perf_counter()
+    a_s, b_s = _prefill(executor, max_context_tokens)
+    host = _host(executor) if executor.store.host_pool is not None else None
+    disk = write = None
+    if executor.disk is not None and executor.disk.writable:
+        with contextlib.suppress(OSError):
+            write, disk = measure_disk(executor.disk.folder)
+            limit = executor.transfers.disk_bytes_per_s
+            if limit is not None:
+                write, disk = min(write, limit), min(disk, limit)
+    return Costs(a_s, b_s, host, disk, write, time.perf_counter() - began)
+
+
+def measure_disk(folder: Path) -> tuple[float, float]:
+    """(synced write, cold read) of a probe file in ``folder``, bytes per second. Raises ``OSError``."""
+    path = folder / "probe-bandwidth"
+    data = np.random.default_rng(0).integers(0, 256, _DISK_STEP_BYTES, dtype=np.uint8)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        began, written = time.perf_counter(), 0
+        while written < 2 * _COPY_BYTES and (not written or time.perf_counter() - began < _DISK_WRITE_S):
+            written += os.pwrite(fd, data.data, written)
+        os.fdatasync(fd)
+        write_s = time.perf_counter() - began
+        # Only clean pages can be dropped, hence after the sync; without this the read would measure memory.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        target = np.empty_like(data)
+        began, read = time.perf_counter(), 0
+        while read < written and (count := os.preadv(fd, [data.data], read)):
+            zlib.crc32(data.data)
+            target[:] = data
+            read += count
+        return written / write_s, read / max(time.perf_counter() - began, 1e-9)
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _prefill(executor: TorchExecutor, max_context_tokens: int) -> tuple[float, float]:
+    """Fit the two coefficients through a chunk at the start and one far into a context."""
+    size = executor.store.layout.block_size
+    room = min(max_context_tokens, len(executor.store.device_pool) * size)
+    count = min(_CHUNK_TOKENS, room)
+    _chunk(executor, 0, min(16, count))  # the first forward also builds what is built lazily
+    near_s = _chunk(executor, 0, count)
+    start = min(_FAR_TOKENS, room - count)
+    if start <= 0:
+        return near_s / count, 0.0
+    far_s = _chunk(executor, start, count)
+    b_s = max(0.0, (far_s - near_s) / (count * start))
+    return max(near_s / count - b_s * count / 2, 0.1 * near_s / count), b_s
+
+
+def _chunk(executor: TorchExecutor, start: int, count: int) -> float:
+    """Seconds for one row of ``count`` tokens after ``start``; the best of up to three where that is cheap."""
+    size = executor.store.layout.block_size
+    blocks = np.arange((start + count + size - 1) // size, dtype=np.int32)
+    tokens = np.arange(count, dtype=np.int32) % executor.transformer.config.vocab_size
+    plan = ForwardPlan(0, (ForwardRow(0, start, tokens, blocks, sample=False, sampling=Sampling(1)),))
+    best = executor.run(plan).elapsed_ns
+    for _ in range(2):
+        if best < _REPEAT_BELOW_S * 1e9:
+            best = min(best, executor.run(plan).elapsed_ns)
+    return best / 1e9
+
+
+def _host(executor: TorchExecutor) -> float | None:
+    """Host to device, bytes per second, over blocks that were copied down first."""
+    store, events = executor.store, queue.SimpleQueue[Event]()
+    executor.set_sink(events.put)
+    count = min(len(store.device_pool), len(store.host_sums), max(1, _COPY_BYTES // store.layout.block_bytes))
+    slots, hashes = np.arange(count, dtype=np.int32), bytes(HASH_BYTES * count)
+
+    def copy(number: int, src: TierName, dst: TierName) -> float | None:
+        began = time.perf_counter()
+        executor.submit(Transfer(number, src, dst, slots, slots, hashes, urgent=True))
+        while not isinstance(done := events.get(), TransferDone):
+            pass
+        return count * store.layout.block_bytes / (time.perf_counter() - began) if done.ok else None
+
+    copy(-1, "device", "host")
+    return copy(-2, "host", "device")
