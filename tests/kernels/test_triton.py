@@ -46,6 +46,19 @@ for at in (0, 31, 44):
 print("same bits")
 """
 
+SPLITS = """
+import torch
+from tenuto_kernels import AttentionRows, KVLayout, paged_attention
+from tenuto_kernels.testing import TOLERANCE, AttentionCase, assert_close, attention_reference
+torch.manual_seed(0)
+pool = KVLayout(1, 1, 64, 16, torch.float32).allocate(70, "cpu").normal_()
+tables = torch.stack([torch.randperm(70)[:69] for _ in range(3)]).int()
+rows = AttentionRows((0, 1, 2, 3), (1100, 40, 577), tables)
+case = AttentionCase("three rows, most parts of one empty", torch.randn(3, 3, 64), pool, 0, rows, 0.125, None)
+out = paged_attention(case.q, pool, 0, rows, case.scale)
+print(assert_close(case.name, out, attention_reference(case), *TOLERANCE[torch.float32]).case)
+"""
+
 WRONG_ORDER = """
 from tenuto_kernels import dispatch
 import tenuto_kernels.gpu
@@ -70,6 +83,12 @@ def test_invariant_mode_gives_the_same_bits_for_any_cut() -> None:
     done = _python("-c", INVARIANT, TENUTO_KERNELS="interpret")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "same bits"
+
+
+def test_keys_split_over_many_parts_some_of_them_empty() -> None:
+    done = _python("-c", SPLITS, TENUTO_KERNELS="interpret")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "three rows, most parts of one empty"
 
 
 def test_interpreter_after_the_compiler_is_refused() -> None:
