@@ -207,7 +207,8 @@ class HintSender:
             return True
 
     def close(self, timeout_s: float = BUDGET_S) -> None:
-        """Sends what is due within ``timeout_s``, stops the worker, counts the rest as dropped."""
+        """Sends what is due, stops the worker, counts the rest as dropped; takes ``timeout_s`` at most."""
+        give_up = time.monotonic() + timeout_s
         self.flush(timeout_s)
         with self._changed:
             self._closed = True
@@ -217,7 +218,7 @@ class HintSender:
             self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s + BUDGET_S)
+            thread.join(max(0.01, give_up - time.monotonic()))
 
     # -- the worker -------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,9 @@ Seconds = Annotated[float, Field(ge=0.0, le=31 * 86400.0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=1 << 40)]
+Priority = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Children = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Wire(BaseModel):
@@ -60,7 +63,7 @@ class Target(Wire):
     session: Name | None = None
     start: Count | None = None
     end: Count | None = None
-    block_hashes: tuple[Name, ...] | None = Field(default=None, max_length=4096)
+    block_hashes: Annotated[tuple[Name, ...], Field(max_length=4096)] | None = None
 
 
 class Action(Wire):
@@ -80,7 +83,7 @@ class AgentSession(Action):
     parent: Name | None = None
     agent: Name | None = None
     model: Name | None = None
-    priority: float | None = Field(default=None, ge=-1e6, le=1e6, allow_inf_nan=False)
+    priority: Priority | None = None
     attended: bool | None = None
 
 
@@ -123,7 +126,7 @@ class AgentFork(Action):
     child: Name | None = None
     children: tuple[Name, ...] = Field(default=(), max_length=1024)
     shared: Shared | None = None
-    count: int | None = Field(default=None, ge=1, le=1024)
+    count: Children | None = None
     when_s: Seconds | None = None
 
 
@@ -164,7 +167,7 @@ class KvCommand(Action):
     """A direct command for orchestrators: soft, budgeted, expiring. There is no hard pin."""
 
     target: Target = Field(default_factory=Target)
-    priority: float | None = Field(default=None, ge=-1e6, le=1e6, allow_inf_nan=False)
+    priority: Priority | None = None
     duration_s: Seconds | None = None
     tier: Tier | None = None
 
@@ -267,7 +270,7 @@ class Envelope(Wire):
 class Lease(Wire):
     """The server's promise: ``tokens`` tokens stay on ``tier`` or above for ``until_s`` seconds from now."""
 
-    until_s: float
+    until_s: Finite
     tier: Tier
     tokens: int
     id: str | None = None
@@ -311,9 +314,9 @@ class CacheReport(Wire):
     prompt_tokens: int = 0
     cached: dict[Tier, int] = Field(default_factory=dict)
     recomputed: dict[MissLabel, int] = Field(default_factory=dict)
-    restore_wait_s: float = 0.0
-    queue_wait_s: float = 0.0
-    ttft_s: float | None = None
+    restore_wait_s: Finite = 0.0
+    queue_wait_s: Finite = 0.0
+    ttft_s: Finite | None = None
     lease: Lease | None = None
     divergence: Divergence | None = None
     receipts: tuple[Receipt, ...] = ()
@@ -337,7 +340,7 @@ class SessionView(Wire):
     turns: int = 0
     context_tokens: int = 0
     pause_kind: PauseKind | None = None
-    pause_age_s: float | None = None
+    pause_age_s: Finite | None = None
     forecast: Forecast | None = None
     resident: dict[Tier, int] = Field(default_factory=dict)
     lease: Lease | None = None

@@ -40,7 +40,10 @@ def test_growth_is_no_divergence() -> None:
 
 def test_what_does_not_reach_the_tokens_is_not_compared() -> None:
     marked = copy.deepcopy(MESSAGES)
-    marked[1] = {"role": "user", "content": [{"type": "text", "text": "Fix it", "cache_control": {"type": "ephemeral"}}]}
+    marked[1] = {
+        "role": "user",
+        "content": [{"type": "text", "text": "Fix it", "cache_control": {"type": "ephemeral"}}],
+    }
     marked[2] = {"role": "assistant", "content": "Looking", "refusal": None, "id": "msg_1"}
     assert divergence(fingerprint(MESSAGES), fingerprint(marked)) is None
     line = "x-anthropic-billing-header: cc_version=1.2.3.abc;\n"
@@ -153,7 +156,12 @@ def test_recorded_turns_extend_each_other(before: str, after: str) -> None:
         (f"{CC}/subagent/002.json", f"{CC}/subagent/003.json", 4, "ListAgents"),
         ("codex-0.171.0/subagent_multi_agent_v2/001.json", "codex-0.171.0/subagent_multi_agent_v2/002.json", 6, None),
         ("opencode-1.18.33/subagent_chat/002.json", "opencode-1.18.33/subagent_chat/003.json", 7, "task"),
-        ("qwen-code-0.24.4/subagent_background/001.json", "qwen-code-0.24.4/subagent_background/002.json", 3, "get_goal"),
+        (
+            "qwen-code-0.24.4/subagent_background/001.json",
+            "qwen-code-0.24.4/subagent_background/002.json",
+            3,
+            "get_goal",
+        ),
     ],
 )
 def test_recorded_subagents_diverge_at_a_missing_tool(before: str, after: str, tool: int, missing: str | None) -> None:

@@ -14,14 +14,62 @@ import tenuto
 
 HERE = Path(tenuto.__file__).parent
 
-EXPORTS = """
-APIConnectionError APIError APIStatusError APITimeoutError AsyncClient AsyncSession AsyncTurnStream AuthenticationError
-BadRequestError CacheReport Client Compaction ConflictError DivergenceReport Fingerprint HintRejectedError HintStats Hints
-InternalServerError Keepalive Lease Miss NotFoundError Pause PauseForecast PauseForecaster PauseKey PayloadTooLargeError
-PermissionDeniedError PrefixDivergedError RateLimitError Recorder Session SessionClosedError SessionUsage StreamEvent
-TenutoError ToolCall TraceError Turn TurnStream TurnUsage UnprocessableEntityError __version__ assert_prefix_stable connect
-connect_sync current_session divergence fingerprint system tool_result user wrap
-""".split()
+EXPORTS = [
+    "APIConnectionError",
+    "APIError",
+    "APIStatusError",
+    "APITimeoutError",
+    "AsyncClient",
+    "AsyncSession",
+    "AsyncTurnStream",
+    "AuthenticationError",
+    "BadRequestError",
+    "CacheReport",
+    "Client",
+    "Compaction",
+    "ConflictError",
+    "DivergenceReport",
+    "Fingerprint",
+    "HintRejectedError",
+    "HintStats",
+    "Hints",
+    "InternalServerError",
+    "Keepalive",
+    "Lease",
+    "Miss",
+    "NotFoundError",
+    "Pause",
+    "PauseForecast",
+    "PauseForecaster",
+    "PauseKey",
+    "PayloadTooLargeError",
+    "PermissionDeniedError",
+    "PrefixDivergedError",
+    "RateLimitError",
+    "Recorder",
+    "Session",
+    "SessionClosedError",
+    "SessionUsage",
+    "StreamEvent",
+    "TenutoError",
+    "ToolCall",
+    "TraceError",
+    "Turn",
+    "TurnStream",
+    "TurnUsage",
+    "UnprocessableEntityError",
+    "__version__",
+    "assert_prefix_stable",
+    "connect",
+    "connect_sync",
+    "current_session",
+    "divergence",
+    "fingerprint",
+    "system",
+    "tool_result",
+    "user",
+    "wrap",
+]
 
 
 def test_public_names() -> None:
