@@ -419,8 +419,9 @@ class AsyncClient(_ClientCore):
 
     async def aclose(self) -> None:
         """Delivers waiting hints within 250 ms, saves the pause history, closes the connections."""
-        await anyio.to_thread.run_sync(self._close_hints)
-        await self._http.aclose()
+        with anyio.CancelScope(shield=True):  # bounded by the 250 ms, and worth them when a task group is cancelled
+            await anyio.to_thread.run_sync(self._close_hints)
+            await self._http.aclose()
 
     async def _prepare(self, pending: PendingTurn) -> None:
         self._raise_rejected()
