@@ -27,12 +27,13 @@ _CREDIT_S = 0.005
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One transfer on its way. ``after``: the device work it must follow; ``done``: blocks handled so far."""
+    """One transfer on its way. ``after``: the device work it must follow; ``began_ns``: when its first chunk began, so that
+    what is reported as elapsed gives the tier's speed, not the queue's length; ``done``: blocks handled so far."""
 
     transfer: Transfer
     order: int
     after: torch.cuda.Event | None
-    began_ns: int
+    began_ns: int = 0
     done: int = 0
     bad: list[int] = field(default_factory=list)
     reason: str = ""
@@ -171,6 +172,7 @@ class Lane:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            job.began_ns = job.began_ns or time.perf_counter_ns()
             first, last = job.done, min(job.done + self.chunk_blocks, len(job))
             ready_at = self._rate.charge((last - first) * self._block_bytes)
             try:
@@ -214,6 +216,6 @@ class Lane:
     def _finish(self, job: Job, *, ok: bool) -> None:
         bad = tuple(sorted(job.bad))
         good = ok and len(bad) < len(job)
-        elapsed = time.perf_counter_ns() - job.began_ns
+        elapsed = time.perf_counter_ns() - job.began_ns if job.began_ns else 0
         reason = job.reason or ("" if good else "no block could be copied")
         self._report(job, TransferDone(job.transfer.id, good, bad if ok else (), elapsed, reason))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +98,7 @@ class Transfers:
         """Queue a copy. Raises ``InvariantBroken`` for one that no tier could make."""
         self._check(transfer)
         self._order += 1
-        job = Job(transfer, self._order, self._store.compute_event(), time.perf_counter_ns())
+        job = Job(transfer, self._order, self._store.compute_event())
         (self._disk_lane if "disk" in (transfer.src, transfer.dst) else self._memory).submit(job)
 
     def cancel(self, transfer_id: int) -> bool:
