@@ -68,7 +68,7 @@ dispatch.load("interpret")
 
 def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TENUTO_"))}
-    inherited |= {"PYTHONPATH": str(KERNELS), **environment}
+    inherited |= {"PYTHONPATH": str(KERNELS), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=600)
 
