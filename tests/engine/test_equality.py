@@ -7,6 +7,7 @@ misplaced block changes the answer. The expected answers come from one uncached 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,84 +26,28 @@ from tenuto.wire import (
     Forecast,
     Shared,
 )
-from tenuto_server.cache.identity import RootIdentity
-from tenuto_server.cache.integrity import check
-from tenuto_server.config import CacheConfig, EngineConfig
-from tenuto_server.engine.engine import Engine
 from tenuto_server.engine.events import HintBatch, Sampling, SubmitTurn
-from tenuto_server.engine.plan import ForwardPlan, ForwardRow, Transfer
-from tenuto_server.policy import make_policy
-from tenuto_server.runtime.null import Fault, NullExecutor
+from tenuto_server.engine.plan import Transfer
+from tenuto_server.runtime.null import Fault
 from tenuto_server.sim.world import World
-
-BLOCK = 4
-IDENTITY = RootIdentity("weights", "", "fp32", 1, BLOCK, b"0123456789abcdef")
-VOCAB = 50
-
-
-def reference(prompt: list[int], count: int, seed: int = 0, temperature: float = 0.0) -> list[int]:
-    """Greedy (or seeded) tokens after a prompt, from fresh uncached rows."""
-    machine = NullExecutor(block_tokens=BLOCK, vocab=VOCAB)
-    tokens, out = list(prompt), []
-    for draw in range(count):
-        blocks = np.arange(-(-len(tokens) // BLOCK), dtype=np.int32)
-        sampling = Sampling(count, temperature=temperature, seed=seed)
-        row = ForwardRow(1, 0, np.array(tokens, np.int32), blocks, True, sampling, draw)
-        token = machine.run(ForwardPlan(draw, (row,))).sampled[0][1]
-        out.append(token)
-        tokens.append(token)
-    return out
-
-
-def make_world(policy: str, fault=None, *, device=48, host=64, disk=64, step_tokens=24, running=4) -> World:
-    cache = CacheConfig(device, host, disk, BLOCK, 400, 64, 8, 6, transfer_patience_s=0.5)
-    config = EngineConfig(
-        cache=cache,
-        policy=policy,
-        max_context_tokens=4096,
-        step_tokens_max=step_tokens,
-        running_max=running,
-        reserve_tokens_max=16,
-        prefill_a_s=1e-3,
-        prefill_b_s=1e-6,
-        host_bytes_per_s=2e4,
-        disk_bytes_per_s=5e3,
-        block_bytes=64,
-        restore_deadline_factor=8.0,
-        hint_rate_per_s=1e6,
-        hint_burst=10**6,
-    )
-    engine = Engine(config, make_policy(policy), IDENTITY)
-    machine = NullExecutor(block_tokens=BLOCK, vocab=VOCAB, fault=fault)
-    rate = {"host": 2e4, "disk": 5e3, "device": 1e9}
-
-    def transfer_s(transfer: Transfer) -> float:
-        return len(transfer.src_slots) * 64 / min(rate[transfer.src], rate[transfer.dst])
-
-    return World(
-        engine,
-        machine,
-        forward_s=lambda plan: sum(len(row.tokens) for row in plan.rows) * 1e-3 + 1e-3,
-        transfer_s=transfer_s,
-        after_step=lambda: check(engine.core.cache, deep=True),
-    )
 
 
 class Agents:
     """Several agent conversations over one world, each turn checked against the reference."""
 
-    def __init__(self, world: World, seed: int, hints: str) -> None:
+    def __init__(self, kit: SimpleNamespace, world: World, seed: int, hints: str) -> None:
+        self.kit = kit
         self.world, self.rng, self.hints = world, random.Random(seed), hints
         self.turns = self.seq = 0
         self.checked = 0
-        self.system = [self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(3, 40))]
+        self.system = [self.rng.randrange(self.kit.vocab) for _ in range(self.rng.randrange(3, 40))]
 
     def start(self, name: str, turns: int, context: list[int] | None = None, parent: str | None = None) -> None:
         context = context or [*self.system, *self.say()]
         self.turn(name, context, turns, parent)
 
     def say(self) -> list[int]:
-        return [self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 20))]
+        return [self.rng.randrange(self.kit.vocab) for _ in range(self.rng.randrange(1, 20))]
 
     def turn(self, name: str, prompt: list[int], left: int, parent: str | None = None) -> None:
         rng = self.rng
@@ -117,10 +62,10 @@ class Agents:
         def ended(record) -> None:
             assert record.done is not None, record.rejected
             if record.done.reason == "cancelled":
-                expected = reference(prompt, len(record.tokens), self.seed_of(request), temperature)
+                expected = self.kit.reference(prompt, len(record.tokens), self.seed_of(request), temperature)
             else:
                 assert record.done.reason == "length", record.done
-                expected = reference(prompt, count, self.seed_of(request), temperature)
+                expected = self.kit.reference(prompt, count, self.seed_of(request), temperature)
                 assert record.done.completion_tokens == count
             assert record.tokens == expected, f"{request}: tokens differ"
             report = record.done.report
@@ -181,11 +126,15 @@ class Agents:
         self.world.at(self.world.now_s, HintBatch(f"h{self.seq}", "t", Envelope.of([action])))
 
 
-def run_agents(world: World, seed: int, hints: str, sessions: int = 4, turns: int = 4) -> Agents:
-    agents = Agents(world, seed, hints)
+def run_agents(kit: SimpleNamespace, world: World, seed: int, hints: str, sessions: int = 4, turns: int = 4) -> Agents:
+    agents = Agents(kit, world, seed, hints)
     for index in range(sessions):
         agents.start("anon" if index == 0 else f"s{index}", turns)
     world.run(steps_max=20_000)
+    while any(not turn.ended for turn in world.turns.values()) and world.machine.health()["transfers_waiting"]:
+        world.machine.close()  # faults end: copies that were stuck report their failure
+        world.collect(world.machine.take_events())
+        world.run(steps_max=20_000)
     assert agents.checked == agents.turns == len(world.turns), "liveness: every turn ends"
     assert not world.machine.wrong
     cache = world.engine.core.cache
@@ -198,9 +147,9 @@ def run_agents(world: World, seed: int, hints: str, sessions: int = 4, turns: in
 @pytest.mark.parametrize("policy", ["lru", "tenuto:none", "tenuto"])
 @pytest.mark.parametrize("hints", ["on", "lost", "lying"])
 @pytest.mark.parametrize("seed", range(6))
-def test_tokens_never_differ(policy: str, hints: str, seed: int) -> None:
+def test_tokens_never_differ(kit: SimpleNamespace, policy: str, hints: str, seed: int) -> None:
     """Three tiers under pressure, any policy, honest, lost and lying hints."""
-    run_agents(make_world(policy), seed, hints)
+    run_agents(kit, kit.world(policy), seed, hints)
 
 
 @settings(max_examples=40, deadline=None)
@@ -212,14 +161,14 @@ def test_tokens_never_differ(policy: str, hints: str, seed: int) -> None:
     step=st.integers(5, 64),
     policy=st.sampled_from(["lru", "tenuto", "tenuto:none", "ttl:1"]),
 )
-def test_any_shape(seed: int, device: int, host: int, disk: int, step: int, policy: str) -> None:
+def test_any_shape(kit: SimpleNamespace, seed: int, device: int, host: int, disk: int, step: int, policy: str) -> None:
     """Any sizes of tiers and steps."""
-    run_agents(make_world(policy, device=device, host=host, disk=disk, step_tokens=step), seed, "on", 3, 3)
+    run_agents(kit, kit.world(policy, device=device, host=host, disk=disk, step_tokens=step), seed, "on", 3, 3)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), rate=st.sampled_from([0.1, 0.5, 1.0]), policy=st.sampled_from(["lru", "tenuto"]))
-def test_faults(seed: int, rate: float, policy: str) -> None:
+def test_faults(kit: SimpleNamespace, seed: int, rate: float, policy: str) -> None:
     """Safety under faults: copies fail, arrive damaged, or never come back; nothing waits for ever."""
     rng = random.Random(seed)
 
@@ -229,33 +178,33 @@ def test_faults(seed: int, rate: float, policy: str) -> None:
         kind = rng.choice(["fail", "corrupt", "never"])
         return Fault(kind, (rng.randrange(len(transfer.src_slots)),) if kind == "corrupt" else ())
 
-    world = make_world(policy, fault)
-    run_agents(world, seed, "on", 3, 3)
+    world = kit.world(policy, fault)
+    run_agents(kit, world, seed, "on", 3, 3)
 
 
-def test_pool_full_of_retained_blocks_admits_at_once() -> None:
+def test_pool_full_of_retained_blocks_admits_at_once(kit: SimpleNamespace) -> None:
     """S4: with all memory retained, a request of nearly the whole pool is admitted without waiting for any TTL."""
-    world = make_world("tenuto", host=0, disk=0)
+    world = kit.world("tenuto", host=0, disk=0)
     rng = random.Random(3)
     for index in range(6):
-        prompt = np.array([rng.randrange(VOCAB) for _ in range(60)], np.int32)
+        prompt = np.array([rng.randrange(kit.vocab) for _ in range(60)], np.int32)
         world.submit(SubmitTurn(f"r{index}-0", "t", prompt, Sampling(2), session=f"s{index}"))
     world.run()
-    big = np.array([rng.randrange(VOCAB) for _ in range(170)], np.int32)
+    big = np.array([rng.randrange(kit.vocab) for _ in range(170)], np.int32)
     turn = world.submit(SubmitTurn("big-1", "t", big, Sampling(4), session="big"))
     world.run()
     assert turn.done is not None
     assert turn.done.report.queue_wait_s == 0.0
-    assert turn.tokens == reference(big.tolist(), 4)
+    assert turn.tokens == kit.reference(big.tolist(), 4)
     assert world.engine.metrics().get("preemptions_total", 0.0) == 0.0
 
 
-def test_same_seed_same_journal() -> None:
+def test_same_seed_same_journal(kit: SimpleNamespace) -> None:
     """Determinism: two runs of one seed write the same journal."""
     journals = []
     for _ in range(2):
-        world = make_world("tenuto")
-        run_agents(world, 11, "on")
+        world = kit.world("tenuto")
+        run_agents(kit, world, 11, "on")
         journals.append(list(world.engine.core.journal))
     assert journals[0] == journals[1]
     assert len(journals[0]) > 20

@@ -127,6 +127,8 @@ class Residency:
                 if move is not None:
                     coming += move.blocks
                     continue
+                if self.coming(target, now_ns) or (coming and len(self.moves) >= self._moves_max):
+                    break  # the lower tier or the link is busy making way: what deserves a copy waits for it
             self.drop(victim, tier)
         return pool.free >= need
 
@@ -206,7 +208,7 @@ class Residency:
             ceiling = self._priority(extent, dst)
         # The source must survive making room: a move protects it only once it is filed.
         extent.pins += 1
-        room = self.make_room(dst, extent.blocks, now_ns, ceiling=ceiling, drop=dst != DEVICE)
+        room = self.make_room(dst, extent.blocks, now_ns, ceiling=ceiling)
         extent.pins -= 1
         if not room:
             self.touch(extent)
