@@ -1,6 +1,6 @@
 """Paged attention on the CPU: sorts a batch into decode and longer rows and picks the path for each. Owns no state.
 
-The native operators read the pages in place and beat the torch definitions at every size measured (1.6x to 4x), so they
+The native operators read the pages in place and beat the torch definitions at every size measured (by 1.4x and more), so they
 run wherever they can; the torch definitions serve windows, fp16 and machines without a compiler.
 """
 
