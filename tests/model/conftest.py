@@ -40,6 +40,11 @@ def smollm_fp32(gguf_path: Path) -> LoadedModel:
     return load_model("smollm2-135m", dtype="fp32")
 
 
+@pytest.fixture(scope="session")
+def smollm_bf16(gguf_path: Path) -> LoadedModel:
+    return load_model("smollm2-135m", dtype="bf16")
+
+
 class PagedRunner:
     """Runs one transformer over a pool of its own. Each sequence gets scattered blocks, so that paging is exercised."""
 

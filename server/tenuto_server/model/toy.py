@@ -48,10 +48,10 @@ TEMPLATE = """\
 
 
 def toy_config() -> ModelConfig:
-    """2 layers, hidden 64, 4 query heads over 2 KV heads, 512 tokens, context 32,768."""
+    """3 layers, hidden 64, 4 query heads over 2 KV heads, 512 tokens, context 32,768."""
     return ModelConfig(
         architecture="llama",
-        num_layers=2,
+        num_layers=3,
         hidden_size=64,
         num_heads=4,
         num_kv_heads=2,
