@@ -287,5 +287,10 @@ def shared_site(_served: Site) -> Site:
 
 
 @pytest.fixture(scope="session")
+def site_class() -> type[Site]:
+    return Site
+
+
+@pytest.fixture(scope="session")
 def tokenizer():
     return TOKENIZER

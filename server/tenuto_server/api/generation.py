@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from tenuto.wire import CacheReport, Receipt, Tier
@@ -23,31 +25,37 @@ from tenuto_server.api.service import Service, engine_unavailable
 from tenuto_server.api.text import AnswerText, find_tool_call
 from tenuto_server.engine.events import CancelTurn, PauseInferred, StopTurn, SubmitTurn
 from tenuto_server.engine.plan import TokensOut, TurnDone, TurnRejected, TurnStarted
+from tenuto_server.telemetry import log_event, start_span
+
+logger = logging.getLogger(__name__)
 
 _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A turn ready to be submitted, and what its answer needs."""
+    """A turn ready to be submitted, and what its answer needs. ``arrived``: when its request did (monotonic seconds)."""
 
     turn: SubmitTurn
     prompt: Prompt
     stops: tuple[str, ...] = ()
     tools: bool = False
     receipts: tuple[Receipt, ...] = ()
+    arrived: float = 0.0
 
 
 def make_job(
     service: Service,
-    request_id: str,
+    http: Request,
+    kind: str,
     tenant: str,
     request: GenerationRequest,
     prompt: Prompt,
     riders: Riders,
     tools: bool,
 ) -> Job:
-    """Raises 400 for a prompt that is empty or leaves no room to answer."""
+    """A job whose id is ``kind`` and the request's own id. Raises 400 for a prompt that is empty or leaves no room to
+    answer."""
     have, room = len(prompt.tokens), service.model.max_context_tokens
     if have == 0:
         raise bad_request("prompt: has no tokens; give at least one", "prompt")
@@ -61,7 +69,7 @@ def make_job(
     limit = request.limit() or service.model.default_max_tokens
     sampling = request.sampling(min(limit, room - have), service.model.eos_ids)
     turn = SubmitTurn(
-        request_id=request_id,
+        request_id=http.scope["request_id"].replace("req_", f"{kind}-"),
         tenant=tenant,
         tokens=prompt.tokens,
         sampling=sampling,
@@ -72,7 +80,7 @@ def make_job(
         hints=riders.hints,
         final=riders.identity.final,
     )
-    return Job(turn, prompt, request.stops(), tools, riders.receipts)
+    return Job(turn, prompt, request.stops(), tools, riders.receipts, http.scope["arrived"])
 
 
 class Generation:
@@ -88,7 +96,7 @@ class Generation:
         self._receive = receive
         self._answer = AnswerText(service.model.tokenizer, job.stops, service.marker_ids)
         self._kept: list[str] = []  # the text, where a tool call may have to be read out of it
-        self._began = time.monotonic()
+        self._began = job.arrived
         self._last_token: float | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._submitted = False
@@ -104,7 +112,7 @@ class Generation:
         self._service.submit(self._job.turn, self._mailbox.deliver)
         self._submitted = True
         self._watcher = asyncio.create_task(self._watch())
-        self._service.meters.prompt_tokens.inc(len(self._job.turn.tokens))
+        self._span = start_span("chat", {"gen_ai.request.model": self._service.model.name})
         return self
 
     async def __aexit__(
@@ -116,8 +124,36 @@ class Generation:
             self._service.loop.post(CancelTurn(self._job.turn.request_id))
         # Anything but a refusal (an ApiError) that ends a generation early is the client leaving.
         failed = kind is not None and issubclass(kind, ApiError)
-        outcome = self.finish or ("error" if failed else "cancelled")
-        self._service.meters.request.labels(outcome).observe(time.monotonic() - self._began)
+        self._account(self.finish or ("error" if failed else "cancelled"))
+
+    def _account(self, outcome: str) -> None:
+        """Meters, one log line and the span's end."""
+        seconds, report, turn = time.monotonic() - self._began, self.report, self._job.turn
+        self._service.meters.request.labels(outcome).observe(seconds)
+        log_event(
+            logger,
+            "turn",
+            id=turn.request_id,
+            tenant=turn.tenant,
+            session=self.session,
+            outcome=outcome,
+            prompt=len(turn.tokens),
+            cached=report.cached_tokens,
+            generated=self.completion_tokens,
+            ttft_s=self.ttft_s,
+            seconds=seconds,
+        )
+        for name, value in (
+            ("gen_ai.conversation.id", self.session),
+            ("gen_ai.usage.input_tokens", len(turn.tokens)),
+            ("gen_ai.usage.output_tokens", self.completion_tokens),
+            ("gen_ai.usage.cache_read.input_tokens", report.cached_tokens),
+            ("gen_ai.server.time_to_first_token", self.ttft_s),
+            ("tenuto.outcome", outcome),
+        ):
+            if value is not None:
+                self._span.set_attribute(name, value)
+        self._span.end()
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -191,7 +227,6 @@ class Generation:
         if output.reason == "cancelled":
             raise engine_unavailable(output.error or "the turn was cancelled")
         self.completion_tokens = output.completion_tokens
-        self._service.meters.completion_tokens.inc(output.completion_tokens)
         tail = self._answer.finish()
         self.finish = "stop" if self._answer.stopped else output.reason
         divergence = output.report.divergence
@@ -223,7 +258,7 @@ class Generation:
         update: dict[str, Any] = {"receipts": (*self._job.receipts, *self.report.receipts)}
         if self.report.session is None:
             update["session"] = self.session
-        if self.report.ttft_s is None:
+        if self.ttft_s is not None:  # from the arrival of the request, which the engine cannot know
             update["ttft_s"] = self.ttft_s
         return self.report.model_copy(update=update).model_dump(mode="json", exclude_none=True)
 

@@ -37,7 +37,8 @@ class Limits:
     """ASGI middleware: 431 above ``header_bytes_max``, 413 above ``body_bytes_max``; names every request, and reports
     (path, status) of every answer to ``count``.
 
-    The request id is in ``scope["request_id"]`` and in the answer's ``x-request-id``.
+    The request id is in ``scope["request_id"]`` and in the answer's ``x-request-id``; ``scope["arrived"]`` is the time of
+    arrival (monotonic seconds).
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Limits:
             await self._app(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(12)}"
-        scope["request_id"] = request_id
+        scope["request_id"], scope["arrived"] = request_id, time.monotonic()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -32,8 +32,6 @@ class Meters:
         self.request = Histogram(
             "tenuto_request_seconds", "Arrival to end, by outcome.", ["outcome"], buckets=_LONG, registry=all_in
         )
-        self.prompt_tokens = Counter("tenuto_prompt_tokens", "Prompt tokens received.", registry=all_in)
-        self.completion_tokens = Counter("tenuto_completion_tokens", "Tokens generated.", registry=all_in)
         self.responses = Counter(
             "tenuto_http_responses", "Answers by route and status.", ["route", "status"], registry=all_in
         )

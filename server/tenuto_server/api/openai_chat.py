@@ -30,11 +30,10 @@ async def chat_completions(request: Request) -> Response:
     riders = read_riders(request.headers, body)
     prompt = await service.off_loop(service.prompts.chat, body.messages, body.tools or (), body.chat_template_kwargs)
     tools = bool(body.tools) and body.tool_choice != "none"
-    turn_id = request.scope["request_id"].replace("req_", "chatcmpl-")
-    job = make_job(service, turn_id, tenant, body, prompt, riders, tools)
+    job = make_job(service, request, "chatcmpl", tenant, body, prompt, riders, tools)
     if body.stream:
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return StreamedAnswer(service, job, ChatShape(turn_id, service.model.name, usage))
+        return StreamedAnswer(service, job, ChatShape(job.turn.request_id, service.model.name, usage))
     async with Generation(service, job, request.receive) as generation:
         text = await generation.all_text()
         return Response(

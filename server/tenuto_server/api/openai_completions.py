@@ -38,10 +38,9 @@ async def completions(request: Request) -> Response:
     riders = read_riders(request.headers, body)
     build = service.prompts.text if isinstance(given, str) else service.prompts.ids
     prompt = await service.off_loop(build, given)
-    turn_id = request.scope["request_id"].replace("req_", "cmpl-")
-    job = make_job(service, turn_id, tenant, body, prompt, riders, tools=False)
+    job = make_job(service, request, "cmpl", tenant, body, prompt, riders, tools=False)
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    shape = CompletionShape(turn_id, service.model.name, usage)
+    shape = CompletionShape(job.turn.request_id, service.model.name, usage)
     if body.stream:
         return StreamedAnswer(service, job, shape)
     async with Generation(service, job, request.receive) as generation:
