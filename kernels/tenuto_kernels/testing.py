@@ -63,8 +63,8 @@ def check_op(
 ) -> list[CaseResult]:
     """Run the suite of one operation (a name in `OPS`) on one backend, given by name or as an implementation.
 
-    `cases` random cases with contexts up to `longest` tokens (five times that for a lone decode token); the same arguments draw the same cases. Raises
-    AssertionError naming the case with the first mismatches, ValueError for an unknown operation.
+    `cases` random cases with contexts up to `longest` tokens (five times that for a lone decode token); the same
+    arguments draw the same cases. Raises AssertionError naming the case with the first mismatches, ValueError for an unknown operation.
     """
     if name not in OPS:
         raise ValueError(f"no suite for {name!r}; there are {', '.join(OPS)}")

@@ -1,7 +1,7 @@
 """Paged attention on the CPU: sorts a batch into decode and longer rows and picks the path for each. Owns no state.
 
-The native operators read the pages in place and beat the torch definitions at every size measured (by 1.4x and more), so they
-run wherever they can; the torch definitions serve windows, fp16 and machines without a compiler.
+The native operators read the pages in place and beat the torch definitions at every size measured (by 1.4x and more),
+so they run wherever they can; the torch definitions serve windows, fp16 and machines without a compiler.
 """
 
 from dataclasses import dataclass

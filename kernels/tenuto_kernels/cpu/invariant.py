@@ -67,7 +67,7 @@ def _tile(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One tile of queries at positions `first ...` against keys `low ... first + QUERY_TILE`: `[QUERY_TILE, Hkv, G, D]`."""
+    """Queries at positions `first ...` against keys `low ... first + QUERY_TILE`: `[QUERY_TILE, Hkv, G, D]`."""
     _, heads, group, dim = q.shape
     high = first + QUERY_TILE
     rows = q.permute(1, 2, 0, 3).reshape(heads, group * QUERY_TILE, dim)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Fused multiply-adds, as every Triton up to 3.9 generates unasked; 3.10 changes the default and 3.9 warns until one is set.
+# Fused multiply-adds, as every Triton up to 3.9 generates unasked; 3.10 changes the default, 3.9 warns until one is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
