@@ -489,6 +489,13 @@ def _mapped() -> Iterator[None]:
     try:
         yield
     except httpx.TimeoutException as error:
-        raise APITimeoutError(f"no answer in time: {type(error).__name__}") from error
+        raise APITimeoutError(f"no answer in time from {_host(error)}: {type(error).__name__}") from error
     except httpx.TransportError as error:
-        raise APIConnectionError(f"no connection: {error or type(error).__name__}") from error
+        raise APIConnectionError(f"no connection to {_host(error)}: {error or type(error).__name__}") from error
+
+
+def _host(error: httpx.TransportError) -> str:
+    try:
+        return f"{error.request.url.scheme}://{error.request.url.netloc.decode()}"
+    except RuntimeError:  # httpx could not tell which request it was
+        return "the server"

@@ -306,7 +306,7 @@ def test_server_down_costs_next_to_nothing(twin: Any, nowhere: str) -> None:
             s.model_switch("other")
             s.fork("child").end()
             times["hints"] = time.perf_counter() - begun
-            with pytest.raises(tenuto.APIConnectionError):
+            with pytest.raises(tenuto.APIConnectionError, match=f"no connection to {nowhere}"):
                 await twin.wait(s.chat(MESSAGES))
             time.sleep(0.05)
             return tn
