@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -109,6 +111,37 @@ def test_toy_generates_the_same_tokens_for_any_chunking(dtype: Any, paged_runner
     results = [greedy(model, paged_runner(model.transformer), prompt, chunk, 40) for chunk in (500, 64, 7)]
     assert results[0] == results[1] == results[2]
     assert len(set(results[0][len(prompt) :])) > 5
+
+
+RUN_TOY = """
+import sys, torch
+from tenuto_kernels.rows import AttentionRows
+from tenuto_server.model.load import load_model
+from tenuto_server.model.transformer import ForwardBatch
+torch.set_num_threads(1)
+model = load_model("toy", dtype="fp32").transformer
+pool = model.kv_layout(4).allocate(8, "cpu")
+table = torch.tensor([[5, 2, 7, 1]], dtype=torch.int32)
+for start, stop in ((0, 9), (9, 10)):
+    at = torch.arange(start, stop)
+    slots = table[0].long()[at // 4] * 4 + at % 4
+    rows = AttentionRows((0, stop - start), (stop,), table)
+    logits = model.forward(ForwardBatch(at + 50, at, slots, rows, torch.tensor([stop - start - 1])), pool)
+torch.save(logits, sys.argv[1])
+"""
+
+
+def test_triton_kernels_in_their_interpreter_give_the_same_logits(tmp_path: Path) -> None:
+    """The unfused path (rotation in torch, then the backend's store and attention), which GPUs take as well."""
+    pytest.importorskip("triton")
+    logits = []
+    for backend in ("cpu", "interpret"):
+        environment = {**os.environ, "TENUTO_KERNELS": backend, "PYTHONPATH": os.pathsep.join(sys.path)}
+        target = tmp_path / f"{backend}.pt"
+        subprocess.run([sys.executable, "-c", RUN_TOY, str(target)], env=environment, check=True, timeout=300)
+        logits.append(torch.load(target))
+    assert logits[0].std() > 1
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_no_wanted_logits_still_writes_kv(paged_runner: Any) -> None:

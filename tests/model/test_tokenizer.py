@@ -98,7 +98,7 @@ def test_trained_families_take_the_fast_path_and_agree_on_sources(family: str, t
 
 
 @pytest.mark.parametrize("family", families())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(text=texts)
 def test_trained_families_agree_on_any_text(family: str, trained: Any, text: str) -> None:
     ours, library = trained(family)
@@ -140,7 +140,7 @@ def test_bundled_tokenizer_agrees_on_sources(smollm: tuple[Tokenizer, Library]) 
 
 
 @pytest.mark.model
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=400)
 @given(text=texts)
 def test_bundled_tokenizer_agrees_on_any_text(smollm: tuple[Tokenizer, Library], text: str) -> None:
     ours, library = smollm
@@ -238,7 +238,7 @@ def test_bos_of_the_post_processor_is_seen(trained: Any, tmp_path: Path) -> None
     assert ours.bos_id == again.token_to_id("<|im_start|>")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.text(max_size=60), st.integers(1, 4))
 def test_streamed_text_equals_decoded_text(text: str, step: int) -> None:
     ours = toy_tokenizer()
