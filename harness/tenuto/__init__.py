@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tenuto.client import AsyncClient as AsyncClient
     from tenuto.client import Client as Client
-    from tenuto.client import Hints as Hints
     from tenuto.client import connect as connect
     from tenuto.client import connect_sync as connect_sync
     from tenuto.errors import APIConnectionError as APIConnectionError
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from tenuto.prefix import divergence as divergence
     from tenuto.prefix import fingerprint as fingerprint
     from tenuto.recorder import Recorder as Recorder
+    from tenuto.sender import Hints as Hints
     from tenuto.sender import HintStats as HintStats
     from tenuto.session import AsyncSession as AsyncSession
     from tenuto.session import AsyncTurnStream as AsyncTurnStream
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from tenuto.wrapping import wrap as wrap
 
 _HOME = {
-    "client": ("AsyncClient", "Client", "Hints", "connect", "connect_sync"),
+    "client": ("AsyncClient", "Client", "connect", "connect_sync"),
     "errors": (
         "APIConnectionError",
         "APIError",
@@ -99,7 +99,7 @@ _HOME = {
     "pause_key": ("PauseKey",),
     "prefix": ("DivergenceReport", "Fingerprint", "assert_prefix_stable", "divergence", "fingerprint"),
     "recorder": ("Recorder",),
-    "sender": ("HintStats",),
+    "sender": ("HintStats", "Hints"),
     "session": (
         "AsyncSession",
         "AsyncTurnStream",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import secrets
 import time
 import weakref
@@ -32,7 +31,8 @@ from tenuto.errors import (
 )
 from tenuto.forecast import PauseForecaster
 from tenuto.prefix import Message
-from tenuto.sender import BUDGET_S, Delivery, HintSender, HintStats
+from tenuto.retry import retry_delay
+from tenuto.sender import BUDGET_S, Delivery, Hints, HintSender
 from tenuto.session import AsyncSession, AsyncTurnStream, Session, TurnStream, as_messages
 from tenuto.session_core import PendingTurn, Services, SessionCore
 from tenuto.telemetry import Telemetry
@@ -45,33 +45,9 @@ if TYPE_CHECKING:
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
-RETRY_FIRST_S = 0.5
-RETRY_LAST_S = 8.0
-RETRY_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504})
 RECEIPT_BYTES_MAX = 1 << 20
 
 S = TypeVar("S", bound=SessionCore)
-
-
-class Hints:
-    """The hint side of a client: counts, and waiting for delivery in tests."""
-
-    def __init__(self, sender: HintSender | None) -> None:
-        self._sender = sender
-
-    @property
-    def enabled(self) -> bool:
-        """False under ``TENUTO_DISABLED=1``."""
-        return self._sender is not None
-
-    @property
-    def stats(self) -> HintStats:
-        """Counts since the client was made."""
-        return self._sender.stats if self._sender is not None else HintStats()
-
-    def flush(self, timeout_s: float = BUDGET_S) -> bool:
-        """Waits until the hints given so far have left; False when they have not within ``timeout_s``."""
-        return self._sender.flush(timeout_s) if self._sender is not None else True
 
 
 class ResponseStream:
@@ -467,21 +443,6 @@ def connect(base_url: str | None = None, **options: Any) -> AsyncClient:
 def connect_sync(base_url: str | None = None, **options: Any) -> Client:
     """A ``Client``: ``with tenuto.connect_sync() as tn``. Talks to nobody yet. Options as for ``Client``."""
     return Client(base_url, **options)
-
-
-def retry_delay(error: APIError, attempt: int, max_retries: int) -> float | None:
-    """Seconds to wait before the next attempt, or None to give up.
-
-    0.5 s doubling to 8 s, less up to a quarter of jitter; ``Retry-After`` where the server gave one of at most 60 s.
-    """
-    if attempt >= max_retries:
-        return None
-    if isinstance(error, APIStatusError):
-        if error.status not in RETRY_STATUS:
-            return None
-        if error.retry_after_s is not None:
-            return error.retry_after_s if error.retry_after_s <= 60.0 else None
-    return min(RETRY_FIRST_S * 2.0**attempt, RETRY_LAST_S) * random.uniform(0.75, 1.0)
 
 
 @contextlib.contextmanager

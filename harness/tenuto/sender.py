@@ -318,3 +318,24 @@ class HintSender:
         elif delivery.status == 429 and delivery.retry_after_s is not None:
             wait = min(delivery.retry_after_s, UNSUPPORTED_S)
         self._blocked_until_s = now + wait
+
+
+class Hints:
+    """The hint side of a client: counts, and waiting for delivery in tests."""
+
+    def __init__(self, sender: HintSender | None) -> None:
+        self._sender = sender
+
+    @property
+    def enabled(self) -> bool:
+        """False under ``TENUTO_DISABLED=1``."""
+        return self._sender is not None
+
+    @property
+    def stats(self) -> HintStats:
+        """Counts since the client was made."""
+        return self._sender.stats if self._sender is not None else HintStats()
+
+    def flush(self, timeout_s: float = BUDGET_S) -> bool:
+        """Waits until the hints given so far have left; False when they have not within ``timeout_s``."""
+        return self._sender.flush(timeout_s) if self._sender is not None else True

@@ -39,7 +39,7 @@ from tenuto.wire import (
 if TYPE_CHECKING:
     from tenuto.recorder import Recorder
 
-OPEN_DELAY_S = 0.02  # an opening hint waits this long for the first request to carry it
+OPEN_DELAY_S = 0.02  # an opening or fork hint waits this long for the first request to carry it
 ID_CHARS_MAX = 256
 SAVE_EVERY = 32
 
@@ -254,7 +254,14 @@ class SessionCore:
             shared = Shared(
                 messages=size["shared_messages"], tokens=size["shared_tokens"], fingerprint=self.prefix.digest
             )
-        self.emit(AgentFork, children=tuple(children), count=len(children), shared=shared, when_s=when_s)
+        self.emit(
+            AgentFork,
+            delay_s=OPEN_DELAY_S,
+            children=tuple(children),
+            count=len(children),
+            shared=shared,
+            when_s=when_s,
+        )
 
     def plan_forks(
         self, names: Sequence[str], *, when_s: float | None, model: str | None, attended: bool | None

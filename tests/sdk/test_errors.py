@@ -7,8 +7,8 @@ import json
 import pytest
 
 import tenuto
-from tenuto.client import retry_delay
 from tenuto.errors import error_from_response, parse_retry_after
+from tenuto.retry import retry_delay
 
 
 @pytest.mark.parametrize(

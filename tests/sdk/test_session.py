@@ -28,7 +28,7 @@ def test_first_turn_carries_the_opening_hint(twin: Any, server: FakeServer) -> N
             s.model_switch("n", back_in_s=60.0)
             await twin.wait(s.chat(MESSAGES))
 
-    twin.run(scenario, server.url)
+    twin.run(scenario, server.url, clock=VirtualClock())  # no time passes, so nothing leaves by itself
     opening, switch = server.hints.seen[:2]
     assert opening.via == "header"
     assert opening.action.model_dump(exclude={"seq", "at_s"}, exclude_none=True) == {
