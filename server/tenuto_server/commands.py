@@ -52,7 +52,7 @@ def serve(argv: list[str]) -> int:
         with _listener(config) as listener:
             _say(f"tenuto {_version()}: starting {config.model}")
             service = build_service(config, _say)
-            return asyncio.run(_run(service, listener, args.port_file, args.grace_s))
+            return asyncio.run(_run(service, listener, getattr(args, "port_file", None), args.grace_s))
     except TenutoServerError as error:
         print(f"tenuto serve: {error}", file=sys.stderr)
         return 1
@@ -67,9 +67,9 @@ def demo(argv: list[str]) -> int:
 
 def bench(argv: list[str]) -> int:
     """``tenuto bench``."""
-    from tenuto_server.bench import main
+    from importlib import import_module
 
-    return int(main(argv) or 0)
+    return int(import_module("tenuto_server.bench").main(argv) or 0)
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("--host", default=default.host, help="address to listen on")
     add("--port", type=int, default=default.port, help="port to listen on; 0 picks a free one")
-    add("--port-file", type=Path, default=None, help="write the port there once the server is ready")
+    add("--port-file", type=Path, help="write the port there once the server is ready")
     add("--api-key", type=_key, action="append", dest="api_keys", metavar="NAME=KEY", help="may be repeated")
     add(
         "--secret",

@@ -175,7 +175,10 @@ def test_deleting_a_session_ends_it(site):
     assert (status, body["id"], body["receipt"]["outcome"]) == (200, "a", "accepted")
     action = site.engine.batches[0].envelope.actions[0]
     assert (action.action_type, action.payload["session"]) == ("agent.end", "a")
+    assert body["deleted"] is True
     assert site.request("DELETE", "/v1/sessions/b")[0] == 404
+    site.engine.receipts = (Receipt(action_id="1", outcome="deferred", reason="a turn is running"),)
+    assert site.request("DELETE", "/v1/sessions/a")[2]["deleted"] is False
 
 
 def test_divergence_is_told_by_message(site):

@@ -63,7 +63,8 @@ async def session(request: Request, session: str) -> Response:
 
 @router.delete("/v1/sessions/{session:path}")
 async def end_session(request: Request, session: str) -> Response:
-    """Ends a session, as ``agent.end`` does; answers the receipt. Raises 404."""
+    """Ends a session, as ``agent.end`` does; answers the receipt, and ``deleted`` false where it says not now or not at
+    all. Raises 404."""
     service = service_of(request)
     tenant = service.keys.tenant(request.headers)
     await find(service, tenant, session)
@@ -71,7 +72,8 @@ async def end_session(request: Request, session: str) -> Response:
     if not receipts or receipts[0].outcome == "missing":  # it went between the two questions
         raise unknown_session(session)
     body = receipts[0].model_dump(mode="json", exclude_none=True)
-    return Response(encode_json({"id": session, "deleted": True, "receipt": body}), media_type="application/json")
+    done = receipts[0].outcome in ("accepted", "clipped")
+    return Response(encode_json({"id": session, "deleted": done, "receipt": body}), media_type="application/json")
 
 
 async def query(service: Service, tenant: str, name: str | None) -> tuple[SessionView, ...]:

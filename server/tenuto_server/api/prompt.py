@@ -13,6 +13,7 @@ Owns nothing but facts about the model's template, read once. The rules:
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ _TOOLS_TEXT = (
 
 Json = dict[str, Any]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
@@ -57,6 +60,10 @@ class PromptBuilder:
     def __init__(self, tokenizer: Tokenizer, chat: ChatTemplate) -> None:
         self._tokenizer, self._chat = tokenizer, chat
         self._shield = Shield(tokenizer)
+        if tokenizer.special_ids and not self._shield.on:
+            logger.warning(
+                "this tokenizer cannot be encoded in pieces: control-token text in messages is not neutralised"
+            )
         self._knows_developer = "developer" in (chat.source or "")
         user: Json = {"role": "user", "content": "a"}
         tool = {"type": "function", "function": {"name": "PROBE", "description": "d", "parameters": {}}}
