@@ -261,6 +261,11 @@ now[0] = 2.0
 assert tier.probe()
 assert test_disk.store(tier, [8], [8]) == []
 tier.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+tier = test_disk.open_tier(Path(sys.argv[1]))
+assert not tier.writable and "EFBIG" in tier.reason, "full from the start: opens, reads, does not accept writes"
+assert test_disk.load(tier, [0, 1, 8], [0, 1, 8])[0] == []
+tier.close()
 """
 
 

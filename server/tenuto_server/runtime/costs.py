@@ -22,7 +22,9 @@ from tenuto_server.runtime.blocks import HASH_BYTES
 from tenuto_server.runtime.executor import TorchExecutor
 
 _CHUNK_TOKENS = 128
+_WARM_TOKENS = 16
 _FAR_TOKENS = 2048
+_CHUNK_S = 0.3
 _REPEAT_BELOW_S = 0.12
 _COPY_BYTES = 32 * 2**20
 _DISK_STEP_BYTES = 4 * 2**20
@@ -93,8 +95,11 @@ def _prefill(executor: TorchExecutor, max_context_tokens: int) -> tuple[float, f
     """Fit the two coefficients through a chunk at the start and one far into a context."""
     size = executor.store.layout.block_size
     room = min(max_context_tokens, len(executor.store.device_pool) * size)
-    count = min(_CHUNK_TOKENS, room)
-    _chunk(executor, 0, min(16, count))  # the first forward also builds what is built lazily
+    warm = min(_WARM_TOKENS, room)
+    _chunk(executor, 0, warm, repeat=False)  # the first forward also builds what is built lazily
+    warm_s = _chunk(executor, 0, warm, repeat=False)
+    # A slow or busy machine must not make the start wait: there a smaller chunk has to do.
+    count = min(_CHUNK_TOKENS, room, max(warm, int(warm * _CHUNK_S / warm_s)))
     near_s = _chunk(executor, 0, count)
     start = min(_FAR_TOKENS, room - count)
     if start <= 0:
@@ -104,7 +109,7 @@ def _prefill(executor: TorchExecutor, max_context_tokens: int) -> tuple[float, f
     return max(near_s / count - b_s * count / 2, 0.1 * near_s / count), b_s
 
 
-def _chunk(executor: TorchExecutor, start: int, count: int) -> float:
+def _chunk(executor: TorchExecutor, start: int, count: int, *, repeat: bool = True) -> float:
     """Seconds for one row of ``count`` tokens after ``start``; the best of up to three where that is cheap."""
     size = executor.store.layout.block_size
     blocks = np.arange((start + count + size - 1) // size, dtype=np.int32)
@@ -112,7 +117,7 @@ def _chunk(executor: TorchExecutor, start: int, count: int) -> float:
     plan = ForwardPlan(0, (ForwardRow(0, start, tokens, blocks, sample=False, sampling=Sampling(1)),))
     best = executor.run(plan).elapsed_ns
     for _ in range(2):
-        if best < _REPEAT_BELOW_S * 1e9:
+        if repeat and best < _REPEAT_BELOW_S * 1e9:
             best = min(best, executor.run(plan).elapsed_ns)
     return best / 1e9
 

@@ -113,6 +113,10 @@ class DiskTier:
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"disk_dir {str(root)!r} cannot be used: {error.strerror or error}") from None
+        try:
+            self._round_trip()
+        except OSError as error:  # what is stored already can still be read
+            self._close_for_writing(error)
 
     def recovered(self) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
         """(hashes, slots) of the blocks the directory holds; each is checked when it is read."""
@@ -200,15 +204,8 @@ class DiskTier:
         """Whether writing works again; tries at most once per back-off (doubling to 60 s)."""
         if self.writable or self._clock() < self._retry_at:
             return self.writable
-        path = self.folder / "probe"
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                _pwrite(fd, np.zeros((1, self.block_bytes), np.uint8), 0)
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
-                path.unlink()
+            self._round_trip()
         except OSError as error:
             self._backoff_s = min(2 * self._backoff_s, 60.0)
             self._close_for_writing(error)
@@ -261,6 +258,20 @@ class DiskTier:
                 len(drop),
                 self._index.skipped,
             )
+
+    def _round_trip(self) -> None:
+        """Write one block, read it back, compare. Raises ``OSError``."""
+        path, block = self.folder / "probe", np.arange(self.block_bytes, dtype=np.uint64).astype(np.uint8)
+        back = np.zeros_like(block)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            _pwrite(fd, block, 0)
+            os.fdatasync(fd)
+            if _pread(fd, back, 0) != len(block) or not np.array_equal(block, back):
+                raise OSError(errno.EIO, "the disk gives back other bytes than were written")
+        finally:
+            os.close(fd)
+            path.unlink()
 
     def _pieces(self, slots: Slots) -> list[tuple[int, int, int, int]]:
         """(first, last, segment, byte offset) of every run of slots that is one range of one file."""
