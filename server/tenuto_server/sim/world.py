@@ -84,6 +84,7 @@ class World:
         self._listeners: dict[str, Callable[[Turn], None]] = {}
         self._durations: dict[int, float] = {}
         self._order = 0
+        self._open = 0
 
     def at(self, time_s: float, event: Event | None) -> None:
         """Schedules an event at an absolute time in seconds (not before now); None only wakes the engine."""
@@ -96,6 +97,7 @@ class World:
     def submit(self, turn: SubmitTurn, *, in_s: float = 0.0, then: Callable[[Turn], None] | None = None) -> Turn:
         """Schedules a request ``in_s`` seconds from now; ``then`` is called when it has ended."""
         record = self.turns[turn.request_id] = Turn(turn.request_id)
+        self._open += 1
         record.submitted_ns = self.now_ns + int(in_s * 1e9)
         if then is not None:
             self._listeners[turn.request_id] = then
@@ -148,7 +150,7 @@ class World:
         self.collect(self.machine.take_events())
         for output in plan.outputs:
             self._hear(output)
-        if plan.wake_ns is not None and (self._busy() or any(isinstance(e, SubmitTurn) for _, _, e in self._queue)):
+        if plan.wake_ns is not None and self._open:
             self._at_ns(plan.wake_ns, None)
 
     def collect(self, events: Iterable[Event]) -> None:
@@ -160,9 +162,6 @@ class World:
                 self._at_ns(self.now_ns + took, event)
             else:
                 self._at_ns(self.now_ns, event)
-
-    def _busy(self) -> bool:
-        return any(not turn.ended for turn in self.turns.values())
 
     def _hear(self, output: Output) -> None:
         self.outputs.append(output)
@@ -180,5 +179,6 @@ class World:
                 turn.done = output
             case TurnRejected():
                 turn.rejected = output
+        self._open -= turn.ended
         if turn.ended and (listener := self._listeners.pop(turn.request_id, None)):
             listener(turn)
