@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -173,6 +174,20 @@ def test_decode_bits_do_not_depend_on_the_batch_or_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(together, alone)
+
+
+def test_callers_on_several_threads_get_right_answers() -> None:
+    if not native.available():
+        pytest.skip("no native CPU operators here")
+    weight, x = torch.randn(300, 200), torch.randn(40, 200)
+    linear = native.Panels(weight)
+    expected = linear(x)
+
+    def calls(rows: int) -> bool:
+        return all(torch.equal(linear(x[:rows]), expected[:rows]) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(calls, (1, 7, 20, 40)))
 
 
 def test_a_row_without_context_yields_zeros(ops: ModuleType) -> None:

@@ -4,20 +4,13 @@
 // Conventions: `*_bf16` flags say which of fp32 / bf16 a buffer holds; `threads` is the caller's thread count.
 
 #include <algorithm>
-#include <vector>
 
 #include "native.h"
+#include "native_pool.h"
 
 namespace {
 
 constexpr int64_t BLOCK_BYTES = 640 << 10;  // rows of x kept in the second-level cache while all panels pass by
-
-template <typename T>
-void widen(const T* from, float* to, int64_t count) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(to + i, load(from + i));
-    for (; i < count; i++) to[i] = to_float(from[i]);
-}
 
 // One panel (NR outputs) for rows [0, rows) of x, written to out with the bias added.
 template <typename WT, typename OT>
@@ -51,30 +44,39 @@ void linear(const XT* x, const WT* w, const float* bias, XT* out, int64_t M, int
     int64_t block = std::max<int64_t>(MR, BLOCK_BYTES / (K * 4) / MR * MR);
     const int64_t blocks = (M + block - 1) / block;
     block = ((M + blocks - 1) / blocks + MR - 1) / MR * MR;
-    std::vector<float> wide(sizeof(XT) == 2 ? M * K : 0);
-#pragma omp parallel num_threads(threads)
-    {
-        const float* a = (const float*)x;
-        if (sizeof(XT) == 2) {
-#pragma omp for schedule(static)
-            for (int64_t m = 0; m < M; m++) widen(x + m * K, wide.data() + m * K, K);
-            a = wide.data();
-        }
-        std::vector<float> unpacked(sizeof(WT) == 2 && M > MR ? K * NR + 16 : 0);
-        float* scratch = (float*)(((uintptr_t)unpacked.data() + 63) & ~(uintptr_t)63);
-        for (int64_t m = 0; m < M; m += block) {
-            const int64_t rows = std::min(block, M - m);
-#pragma omp for schedule(static) nowait
-            for (int64_t p = 0; p < panels; p++)
-                panel(a + m * K, w + p * K * NR, bias, out + m * O, rows, O, K, p * NR, scratch);
-        }
+    const float* a = (const float*)x;
+    if (sizeof(XT) == 2) {
+        static thread_local Scratch wide;
+        float* rows = wide.at_least(M * K);
+        Pool::shared().run(blocks, threads, [&](int64_t n) {
+            widen(x + n * block * K, rows + n * block * K, std::max<int64_t>(0, std::min(block, M - n * block)) * K);
+        });
+        a = rows;
     }
+    // An item: some panels for one block of rows. Few rows leave little work a panel, so an item takes several.
+    const int64_t some = M > MR ? 1 : std::max<int64_t>(1, panels / (4 * threads));
+    const int64_t groups = (panels + some - 1) / some;
+    Pool::shared().run(groups * blocks, threads, [&](int64_t item) {
+        static thread_local Scratch unpacked;
+        float* scratch = sizeof(WT) == 2 && M > MR ? unpacked.at_least(K * NR) : nullptr;
+        const int64_t m = item / groups * block, rows = std::min(block, M - m), first = item % groups * some;
+        for (int64_t p = first; p < std::min(panels, first + some); p++)
+            if (rows > 0) panel(a + m * K, w + p * K * NR, bias, out + m * O, rows, O, K, p * NR, scratch);
+    });
+}
+
+// Calls row(t) for every t, on several threads where there are enough rows to pay for it.
+template <typename Row>
+void each_row(int64_t rows, int threads, const Row& row) {
+    constexpr int64_t SOME = 8;
+    Pool::shared().run((rows + SOME - 1) / SOME, threads, [&](int64_t n) {
+        for (int64_t t = n * SOME; t < std::min(rows, (n + 1) * SOME); t++) row(t);
+    });
 }
 
 template <typename T>
 void rms_norm(const T* x, const float* weight, T* out, int64_t rows, int64_t H, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows >= 8)
-    for (int64_t t = 0; t < rows; t++) {
+    each_row(rows, threads, [&](int64_t t) {
         const T* row = x + t * H;
         vf total{};
         int64_t i = 0;
@@ -87,13 +89,12 @@ void rms_norm(const T* x, const float* weight, T* out, int64_t rows, int64_t H, 
         const float scale = 1.0f / std::sqrt(squares / (float)H + eps);
         for (i = 0; i + W <= H; i += W) store(out + t * H + i, load(row + i) * scale * load(weight + i));
         for (; i < H; i++) put(out + t * H + i, to_float(row[i]) * scale * weight[i]);
-    }
+    });
 }
 
 template <typename T>
 void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t F, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows >= 8)
-    for (int64_t t = 0; t < rows; t++) {
+    each_row(rows, threads, [&](int64_t t) {
         const T *gate = gate_up + t * 2 * F, *up = gate + F;
         int64_t i = 0;
         for (; i + W <= F; i += W) {
@@ -104,7 +105,7 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t F, int threads) {
             const float g = to_float(gate[i]);
             put(out + t * F + i, g / (1.0f + std::exp(-g)) * to_float(up[i]));
         }
-    }
+    });
 }
 
 // Rotates one head: the pairs are (i, i + D/2). cos and sin have D/2 entries.
@@ -132,8 +133,7 @@ template <typename T, typename P>
 void rope_store(T* q, T* k, const T* v, const float* cosine, const float* sine, P* pool, const int64_t* slots,
                 const RopeStore& s, int threads) {
     const int64_t head = s.block_size * s.D, side = s.kv_heads * head;
-#pragma omp parallel for num_threads(threads) schedule(static) if (s.tokens >= 8)
-    for (int64_t t = 0; t < s.tokens; t++) {
+    each_row(s.tokens, threads, [&](int64_t t) {
         const float *c = cosine + t * s.D / 2, *n = sine + t * s.D / 2;
         for (int64_t h = 0; h < s.q_heads; h++) {
             T* row = q + t * s.q_stride + h * s.D;
@@ -156,7 +156,7 @@ void rope_store(T* q, T* k, const T* v, const float* cosine, const float* sine, 
                 put(to_value + i, to_float(value[i]));
             }
         }
-    }
+    });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #if defined(__AVX512F__)
@@ -135,3 +136,29 @@ void tiles(int64_t rows, const float* a, int64_t a_stride, const float* b, float
         tile_rows<turned, accumulate>(count, turned ? a + i : a + i * a_stride, a_stride, b, c + i * NR, depth);
     }
 }
+
+template <typename T>
+INLINE void widen(const T* from, float* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + W <= count; i += W) store(to + i, load(from + i));
+    for (; i < count; i++) to[i] = to_float(from[i]);
+}
+
+// Cache-line aligned working memory, kept by a thread from call to call.
+class Scratch {
+  public:
+    float* at_least(int64_t floats) {
+        if (floats > size_) {
+            std::free(data_);
+            data_ = (float*)std::aligned_alloc(64, (size_t)((floats * 4 + 63) / 64 * 64));
+            if (!data_) std::abort();
+            size_ = floats;
+        }
+        return data_;
+    }
+    ~Scratch() { std::free(data_); }
+
+  private:
+    float* data_ = nullptr;
+    int64_t size_ = 0;
+};

@@ -2,7 +2,7 @@
 
 Owner of the state: none here; the library handle belongs to `native_build`. An operator runs natively when the library
 is there and its tensors are contiguous fp32 or bf16 on the CPU, and in plain torch (`native_torch`) otherwise; the two
-agree within rounding. Thread count: torch's own (`torch.get_num_threads()`), on torch's own OpenMP runtime.
+agree within rounding. It runs on at most `torch.get_num_threads()` threads, of a pool of its own (native_pool.h says why).
 
 What the native code promises beyond the torch definitions: the bits of a row of `linear` and of a query of
 `paged_prefill` depend on that row alone (its prefix, for attention), never on what shares the call.

@@ -10,10 +10,10 @@
 // how the prefill was cut, nor on the rest of the batch.
 
 #include <algorithm>
-#include <cstdlib>
 #include <vector>
 
 #include "native.h"
+#include "native_pool.h"
 
 namespace {
 
@@ -43,24 +43,6 @@ bool readable(const int32_t* tables, const int32_t* context, const Shape& s) {
         }
     }
     return true;
-}
-
-// Cache-line aligned scratch of one thread.
-struct Scratch {
-    float* data;
-    explicit Scratch(int64_t floats) : data((float*)std::aligned_alloc(64, (size_t)((floats * 4 + 63) / 64 * 64))) {
-        if (!data) std::abort();
-    }
-    ~Scratch() { std::free(data); }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-};
-
-template <typename T>
-void widen(const T* from, float* to, int64_t count) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(to + i, load(from + i));
-    for (; i < count; i++) to[i] = to_float(from[i]);
 }
 
 // ---- decode ----------------------------------------------------------------------------------------------------
@@ -152,48 +134,46 @@ void decode(const Q* q, const P* pool, const int32_t* tables, const int32_t* con
     std::vector<int64_t> first(s.rows + 1, 0);  // cumulative parts
     for (int64_t r = 0; r < s.rows; r++) first[r + 1] = first[r] + (context[r] + PART - 1) / PART;
     const int64_t parts = first[s.rows];
-    Scratch partial(parts * s.q_heads * (D + 2));
-    float *maxima = partial.data + parts * s.q_heads * D, *totals = maxima + parts * s.q_heads;
-    if (parts * s.kv_heads == 1) threads = 1;
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch query(G * D);
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < parts * s.kv_heads; item++) {
-            const int64_t part = item / s.kv_heads, kv_head = item % s.kv_heads;
-            const int64_t r = std::upper_bound(first.begin(), first.end(), part) - first.begin() - 1;
-            const int64_t from = (part - first[r]) * PART, to = std::min<int64_t>(from + PART, context[r]);
-            widen(q + (r * s.q_heads + kv_head * G) * D, query.data, G * D);
-            for (int64_t i = 0; i < G * D; i++) query.data[i] *= scale;
-            const int64_t base = part * s.q_heads + kv_head * G;
-            for (int64_t h = 0; h < G;) {
-                const int64_t left = G - h, at = base + h;
-                const int32_t* table = tables + r * s.max_blocks;
-                const float* some = query.data + h * D;
+    static thread_local Scratch kept;
+    float* partial = kept.at_least(parts * s.q_heads * (D + 2));
+    float *maxima = partial + parts * s.q_heads * D, *totals = maxima + parts * s.q_heads;
+    Pool::shared().run(parts * s.kv_heads, threads, [&](int64_t item) {
+        static thread_local Scratch own;
+        float* query = own.at_least(G * D);
+        const int64_t part = item / s.kv_heads, kv_head = item % s.kv_heads;
+        const int64_t r = std::upper_bound(first.begin(), first.end(), part) - first.begin() - 1;
+        const int64_t from = (part - first[r]) * PART, to = std::min<int64_t>(from + PART, context[r]);
+        widen(q + (r * s.q_heads + kv_head * G) * D, query, G * D);
+        for (int64_t i = 0; i < G * D; i++) query[i] *= scale;
+        const int64_t base = part * s.q_heads + kv_head * G;
+        for (int64_t h = 0; h < G;) {
+            const int64_t left = G - h, at = base + h;
+            const int32_t* table = tables + r * s.max_blocks;
+            const float* some = query + h * D;
 #define PART_OF(n) \
-    decode_part<n>(some, pool, table, from, to, kv_head, s, partial.data + at * D, maxima + at, totals + at), h += n
-                if (left == 1) PART_OF(1);
-                else if (left == 2) PART_OF(2);
-                else if (left == 3) PART_OF(3);
-                else PART_OF(4);
+            decode_part<n>(some, pool, table, from, to, kv_head, s, partial + at * D, maxima + at, totals + at), h += n
+            if (left == 1) PART_OF(1);
+            else if (left == 2) PART_OF(2);
+            else if (left == 3) PART_OF(3);
+            else PART_OF(4);
 #undef PART_OF
-            }
         }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < s.rows * s.q_heads; i++) {
-            const int64_t r = i / s.q_heads, h = i % s.q_heads;
+    });
+    Pool::shared().run(s.rows, threads, [&](int64_t r) {
+        static thread_local Scratch own;
+        float* sums = own.at_least(D);
+        for (int64_t h = 0; h < s.q_heads; h++) {
             float top = -INFINITY, total = 0;
             for (int64_t p = first[r]; p < first[r + 1]; p++) top = std::max(top, maxima[p * s.q_heads + h]);
-            float* sums = query.data;
             std::fill(sums, sums + D, 0.0f);
             for (int64_t p = first[r]; p < first[r + 1]; p++) {
                 const float share = std::exp(maxima[p * s.q_heads + h] - top);
                 total += share * totals[p * s.q_heads + h];
-                for (int64_t d = 0; d < D; d++) sums[d] += share * partial.data[(p * s.q_heads + h) * D + d];
+                for (int64_t d = 0; d < D; d++) sums[d] += share * partial[(p * s.q_heads + h) * D + d];
             }
-            for (int64_t d = 0; d < D; d++) put(out + i * D + d, total > 0 ? sums[d] / total : 0.0f);
+            for (int64_t d = 0; d < D; d++) put(out + (r * s.q_heads + h) * D + d, total > 0 ? sums[d] / total : 0.0f);
         }
-    }
+    });
 }
 
 // ---- prefill ---------------------------------------------------------------------------------------------------
@@ -299,17 +279,14 @@ void prefill(const Q* q, const P* pool, const int32_t* tables, const int32_t* st
     };
     std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return work(a) > work(b); });
     const int64_t widest = std::max<int64_t>(step * s.group(), 1), panels = (widest + NR - 1) / NR;
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch scratch(2 * KEYS * s.D + KEYS * NR + panels * (2 * s.D + 2) * NR);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < items.size(); i++) {
-            const Item& item = items[i];
-            const int64_t r = item.row, token = (start[r] + item.from) * s.q_heads * s.D;
-            prefill_item(item, q + token, pool, tables + r * s.max_blocks,
-                         context[r] - (start[r + 1] - start[r]) + item.from, scale, out + token, s, scratch.data);
-        }
-    }
+    Pool::shared().run((int64_t)items.size(), threads, [&](int64_t i) {
+        static thread_local Scratch own;
+        float* scratch = own.at_least(2 * KEYS * s.D + KEYS * NR + panels * (2 * s.D + 2) * NR);
+        const Item& item = items[i];
+        const int64_t r = item.row, token = (start[r] + item.from) * s.q_heads * s.D;
+        prefill_item(item, q + token, pool, tables + r * s.max_blocks,
+                         context[r] - (start[r + 1] - start[r]) + item.from, scale, out + token, s, scratch);
+    });
 }
 
 }  // namespace

@@ -23,14 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 log = logging.getLogger(__name__)
 
 BUILD_LIMIT_S = 120.0
 _SOURCES = ("native.cpp", "native_attention.cpp")
-_HEADERS = ("native.h",)
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-ignored-attributes")
+_HEADERS = ("native.h", "native_pool.h")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-Wno-ignored-attributes")
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
@@ -123,17 +121,8 @@ def _compile(compiler: str, target: Path) -> None:
                 deadline,
             )
         built = Path(scratch) / target.name
-        _run([compiler, "-shared", *map(str, objects), *_openmp(), "-o", str(built)], deadline)
+        _run([compiler, "-shared", *map(str, objects), "-pthread", "-o", str(built)], deadline)
         os.replace(built, target)
-
-
-def _openmp() -> list[str]:
-    """What to link for OpenMP: torch's own runtime where it ships one.
-
-    Two OpenMP runtimes in a process keep two thread pools whose idle threads spin against each other.
-    """
-    shipped = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(shipped[0])] if shipped else ["-fopenmp"]
 
 
 def _run(command: list[str], deadline: float) -> None:
@@ -155,7 +144,7 @@ def _architecture() -> str:
 def _key(compiler: str) -> str:
     here = Path(__file__).parent
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    parts = [version, " ".join(_FLAGS), _architecture(), *_openmp(), _processor()]
+    parts = [version, " ".join(_FLAGS), _architecture(), _processor()]
     parts += [(here / name).read_text() for name in (*_HEADERS, *_SOURCES)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
