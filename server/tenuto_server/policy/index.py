@@ -1,11 +1,12 @@
-"""The Gittins index of a pause, exact on a piecewise-uniform distribution. Pure functions and frozen values, no state.
+"""The Gittins index of a pause, on a distribution cut into cells. Pure functions and frozen values, no state.
 
 A pause of unknown length R is drawn as a curve: against the expected waiting time A(t) = E[min(R, t)] stands the
 probability C(t) = P(R <= t). From a point e seconds in, a lease of w more seconds gains C(e+w) - C(e) and costs
 A(e+w) - A(e); both lack the same factor 1 / P(R > e). The best ratio (the Gittins index; "hit density" in LHD, Beckmann
-et al., NSDI 2018) is therefore the steepest line from (A(e), C(e)) to a later point of the curve. Within a cell of
-uniform density the curve is convex, so the steepest line ends at a cell's edge, and those of all edges together are
-found by one sweep over the upper hull from the right.
+et al., NSDI 2018) is therefore the steepest line from (A(e), C(e)) to a later point of the curve: either the tangent at e
+(the hazard, w -> 0) or a line to a cell's edge, and those of all edges together are found by one sweep over the upper
+hull from the right. Within a cell the density falls as 1 / t, because pauses spread over orders of magnitude; the first
+cell, which begins at 0, is uniform.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ WIDE_SIGMA = 2.2
 SIGMA_UNSTATED = 1.4
 """Log-sd of a forecast that gives no p90: that of tool run times within one tool and program (AgentCgroup, 1.36)."""
 _Z90 = 1.2815515655446004
-_Z_NARROW = tuple(i * 0.25 for i in range(-12, 13))
-_Z_WIDE = tuple(i * 0.5 for i in range(-7, 8))
+_Z_FAR = (3.25, 3.5, 4.0, 4.5)
+_Z_NARROW = (*(-z for z in reversed(_Z_FAR)), *(i * 0.125 for i in range(-24, 25)), *_Z_FAR)
+_Z_WIDE = tuple(i * 0.25 for i in range(-14, 15))
 _TAIL_DOUBLINGS = 12
 _SQRT2 = sqrt(2.0)
 _SQRT2PI = sqrt(2.0 * pi)
@@ -100,6 +102,9 @@ class Empirical:
         if not self.after_s:
             return list(times[1:])
         rest = [time - self.after_s for time in times[bisect_right(times, self.after_s) :]]
+        # Counted from a later start the density does not rise towards 0: no logarithmic cells there.
+        while len(rest) > 2 and rest[1] > 1.6 * rest[0]:
+            rest.pop(0)
         # Past everything ever seen: the power law goes on from where the pause is now.
         return rest or [self.after_s * (2.0**i - 1.0) for i in range(1, _TAIL_DOUBLINGS + 1)]
 
@@ -115,7 +120,7 @@ class Empirical:
             time = edge + self.after_s
             while i < last and times[i] < time:
                 i += 1
-            share = min(1.0, (time - times[i - 1]) / (times[i] - times[i - 1]))
+            share = min(1.0, _share_of_cell(times[i - 1], times[i], time))
             out.append((mass[i - 1] + share * (mass[i] - mass[i - 1]) - before) * scale)
         return out
 
@@ -131,8 +136,8 @@ def _points(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[floa
     n = len(quantiles)
     times, mass = [0.0], [0.0]
     for i, quantile in enumerate(quantiles):
-        # Ties would be atoms; each gets a cell of a thousandth of its length.
-        times.append(max(quantile, times[-1] * 1.001, 1e-6))
+        # Ties would be atoms; each gets a cell of a hundred-thousandth of its length.
+        times.append(max(quantile, times[-1] * 1.00001, 1e-6))
         mass.append((i + 0.5) / n)
     left = 0.5 / n
     for _ in range(_TAIL_DOUBLINGS):
@@ -143,11 +148,24 @@ def _points(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[floa
     return tuple(times), tuple(mass)
 
 
+def _share_of_cell(start: float, end: float, time: float) -> float:
+    """The share of a cell's mass that lies before ``time``."""
+    return log(time / start) / log(end / start) if start > 0.0 else time / end
+
+
+def _area_of_cell(start: float, end: float, alive: float, mass: float) -> float:
+    """Integral of P(R > t) over a cell at whose start it is ``alive`` and which holds ``mass``."""
+    width = end - start
+    if width <= 1e-6 * end or start <= 0.0:
+        return (alive - 0.5 * mass) * width
+    return alive * width - mass * (end - width / log(end / start))
+
+
 def _interpolate(times: Sequence[float], mass: Sequence[float], time: float) -> float:
     if time >= times[-1]:
-        return 1.0
+        return mass[-1]
     i = bisect_right(times, time)
-    return mass[i - 1] + (mass[i] - mass[i - 1]) * (time - times[i - 1]) / (times[i] - times[i - 1])
+    return mass[i - 1] + (mass[i] - mass[i - 1]) * _share_of_cell(times[i - 1], times[i], time)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,22 +173,21 @@ class Curve:
     """A pause's curve with the index at every edge.
 
     ``edges`` seconds, first 0; ``mass``: P(R <= edge), ``area``: E[min(R, edge)]; ``index``: Gittins index at the edge in
-    1/s; ``reach``: number of the edge at which its best lease ends. ``total``: probability of returning at all, and
-    ``end_mass`` of not (they need not add up to 1: a keepalive lowers the latter).
+    1/s; ``slope``, ``reach``: the steepest line from the edge to a later one and that one's number. ``total``: probability
+    of returning at all, ``end_mass`` of not (they need not add up to 1: a keepalive lowers the latter).
     """
 
     edges: tuple[float, ...]
     mass: tuple[float, ...]
     area: tuple[float, ...]
     index: tuple[float, ...]
+    slope: tuple[float, ...]
     reach: tuple[int, ...]
     total: float
     end_mass: float
 
     def mass_at(self, elapsed_s: float) -> float:
         """P(R <= elapsed_s)."""
-        if elapsed_s >= self.edges[-1]:
-            return self.total
         return _interpolate(self.edges, self.mass, max(0.0, elapsed_s))
 
     def p_end(self, elapsed_s: float) -> float:
@@ -180,22 +197,32 @@ class Curve:
 
     def index_at(self, elapsed_s: float) -> float:
         """The Gittins index ``elapsed_s`` seconds into the pause, 1/s; 0 past the end of the distribution."""
-        edges, mass, area, index = self.edges, self.mass, self.area, self.index
+        edges, mass, area, slope = self.edges, self.mass, self.area, self.slope
         if elapsed_s >= edges[-1]:
             return 0.0
         elapsed_s = max(0.0, elapsed_s)
         j = bisect_right(edges, elapsed_s)
-        c = mass[j - 1] + (mass[j] - mass[j - 1]) * (elapsed_s - edges[j - 1]) / (edges[j] - edges[j - 1])
-        alive = self.total + self.end_mass
-        a = area[j] - (alive - 0.5 * (c + mass[j])) * (edges[j] - elapsed_s)
-        # Cancellation in the far tail may leave no width at all: the edge's own index is then as good as any.
-        if area[j] - a <= 1e-12 * area[j]:
-            return index[j]
-        best = (mass[j] - c) / (area[j] - a)
-        while index[j] > best:
+        start, end = edges[j - 1], edges[j]
+        if end - elapsed_s <= 1e-9 * end:
+            return self.index[j]
+        in_cell = mass[j] - mass[j - 1]
+        alive = self.total + self.end_mass - mass[j - 1]
+        if start > 0.0:
+            rest = log(end / elapsed_s) / log(end / start)
+            alive -= (1.0 - rest) * in_cell
+            hazard = in_cell / (log(end / start) * elapsed_s * alive) if in_cell > 0.0 else 0.0
+        else:
+            rest = 1.0 - elapsed_s / end
+            alive -= (1.0 - rest) * in_cell
+            hazard = in_cell / (end * alive) if in_cell > 0.0 else 0.0
+        gain, wait = rest * in_cell, _area_of_cell(elapsed_s, end, alive, rest * in_cell)
+        if wait <= 0.0:
+            return self.index[j]
+        best, first = gain / wait, j
+        while slope[j] > best:
             j = self.reach[j]
-            best = (mass[j] - c) / (area[j] - a)
-        return best
+            best = (gain + mass[j] - mass[first]) / (wait + area[j] - area[first])
+        return max(best, hazard)
 
     def next_change(self, elapsed_s: float, now: float, factor: float) -> float:
         """The first edge after ``elapsed_s`` at which the index differs from ``now`` by ``factor`` or more; inf if none."""
@@ -233,17 +260,20 @@ class Curve:
         i = min(max(1, bisect_right(self.mass, goal)), len(self.edges) - 1)
         width = self.mass[i] - self.mass[i - 1]
         part = min(1.0, (goal - self.mass[i - 1]) / width) if width > 0.0 else 1.0
-        return max(elapsed_s, self.edges[i - 1] + part * (self.edges[i] - self.edges[i - 1]))
+        start, end = self.edges[i - 1], self.edges[i]
+        return max(elapsed_s, start * (end / start) ** part if start > 0.0 else end * part)
 
 
 @lru_cache(maxsize=1024)
 def _cells(components: tuple[Component, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The mixture on the union of its parts' edges: (edges in seconds, first 0; P(R <= edge))."""
     raw = sorted({edge for weight, _, part in components if weight > 0.0 for edge in part.edges()})
-    edges: list[float] = []
-    for edge in raw:
-        if not edges or edge > edges[-1] * 1.0005:
-            edges.append(edge)
+    # Of a cluster of edges only the first and the last matter: what lies between them is one narrow cell.
+    edges = [
+        edge
+        for before, edge, after in zip([0.0, *raw], raw, [*raw[1:], inf], strict=False)
+        if edge > before * 1.0005 or after > edge * 1.0005
+    ]
     mass = [0.0] * len(edges)
     for weight, p_return, part in components:
         if weight > 0.0:
@@ -261,18 +291,20 @@ def mixture(components: tuple[Component, ...], end_mass: float | None = None) ->
     """
     edges, mass = _cells(components)
     total = mass[-1]
-    end = max(0.0, 1.0 - total) if end_mass is None else end_mass
-    alive = total + end
-    area = [0.0]
-    for i in range(1, len(edges)):
-        area.append(area[-1] + (alive - 0.5 * (mass[i - 1] + mass[i])) * (edges[i] - edges[i - 1]))
+    never = max(0.0, 1.0 - total) if end_mass is None else end_mass
+    alive = total + never
     n = len(edges)
-    index, reach = [0.0] * n, [n - 1] * n
+    area = [0.0] * n
+    for i in range(1, n):
+        area[i] = area[i - 1] + _area_of_cell(edges[i - 1], edges[i], alive - mass[i - 1], mass[i] - mass[i - 1])
+    index, slope, reach = [0.0] * n, [0.0] * n, [n - 1] * n
     for i in range(n - 2, -1, -1):
         j = i + 1
-        slope = (mass[j] - mass[i]) / max(area[j] - area[i], 1e-300)
-        while index[j] > slope:
+        start, end, in_cell = edges[i], edges[j], mass[j] - mass[i]
+        hazard = in_cell / ((log(end / start) * start if start > 0.0 else end) * max(alive - mass[i], 1e-300))
+        best = in_cell / max(area[j] - area[i], 1e-300)
+        while slope[j] > best:
             j = reach[j]
-            slope = (mass[j] - mass[i]) / max(area[j] - area[i], 1e-300)
-        index[i], reach[i] = slope, j
-    return Curve(edges, mass, tuple(area), tuple(index), tuple(reach), total, end)
+            best = (mass[j] - mass[i]) / max(area[j] - area[i], 1e-300)
+        slope[i], reach[i], index[i] = best, j, max(best, hazard)
+    return Curve(edges, mass, tuple(area), tuple(index), tuple(slope), tuple(reach), total, never)

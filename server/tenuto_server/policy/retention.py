@@ -28,9 +28,10 @@ LEAD_FACTOR = 1.5
 PREFETCH_SHARE = 0.1
 """Prefetch is timed for the return at this quantile of what can still come."""
 RESUME_SIGMA = 0.5
-RESUME_LEAD_SHARE = 0.1
+RESUME_LEAD_SHARE = 0.03
 RESUME_LEAD_MIN_S = 1.0
-"""A stated return: lognormal around the stated lead, which is taken as no shorter than a tenth of the whole pause."""
+"""A stated return: lognormal around the lead at which it was stated. A view that no longer shows it (it says when the
+return comes, not when that was said) is read as the shortest plausible one, a share of the whole pause."""
 P_RETURN_STATED = 0.99
 P_RETURN_ENDED = 0.3
 """Assumed: a session that its harness ended but asked to keep comes back this often (no corpus records it)."""
@@ -57,9 +58,9 @@ def _round_share(step: int) -> float:
 
 
 def _share(p: float) -> float:
-    """A probability, rounded to a tenth of a logit (0 and 1 stay)."""
-    if p <= 0.0 or p >= 1.0:
-        return min(1.0, max(0.0, p))
+    """A probability, rounded to a tenth of a logit (what is within a millionth of 0 or 1 becomes that)."""
+    if p <= 1e-6 or p >= 1.0 - 1e-6:
+        return 0.0 if p < 0.5 else 1.0
     return _round_share(floor(10.0 * log(p / (1.0 - p)) + 0.5))
 
 
@@ -71,7 +72,7 @@ def _forecast_part(log_median: float, sigma: float) -> LogNormal:
 
 
 def _after(at_s: float) -> float:
-    """The time of a later forecast, rounded to 5 %."""
+    """From when on experience is conditioned, for a forecast given later than the pause's start: rounded to 5 %."""
     return exp(0.05 * floor(20.0 * log(at_s) + 0.5)) if at_s > 0.05 else 0.0
 
 
@@ -136,9 +137,8 @@ def pause_curve(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool) -> t
     weight = floor(weight * 20.0 + 0.5) / 20.0
     if said is None or weight <= 0.0:
         weight, at_s = 0.0, 0.0
-    at_s = _after(at_s)
     x = max(0.0, pause.elapsed_s - at_s)
-    components = _known(pause, knowledge, at_s, 1.0 - weight)
+    components = _known(pause, knowledge, _after(at_s), 1.0 - weight)
     if weight > 0.0 and said is not None:
         if pause.resume_at_s is None and pause.forecast is not None and pause.forecast.p_return is None:
             known = sum(share * p for share, p, _ in components)

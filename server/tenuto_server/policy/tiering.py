@@ -136,10 +136,9 @@ def split(start: int, blocks: int, tier: TierName, system: SystemView) -> int:
     if spare <= linear:
         # All of it is loaded before even one block could be computed.
         return 0
-    if square > 0.0:
-        root = (sqrt((linear + load) ** 2 + 4.0 * square * spare) - (linear + load)) / (2.0 * square)
-    else:
-        root = spare / (linear + load)
+    # This form of the root loses nothing to cancellation where b is small or 0.
+    both = linear + load
+    root = 2.0 * spare / (both + sqrt(both * both + 4.0 * square * spare))
     low = min(blocks, int(root))
     high = min(blocks, low + 1)
 

@@ -1,0 +1,44 @@
+"""Frozen inputs that several tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tenuto.wire import PauseKind
+from tenuto_server.policy.views import CostView, SystemView, TierView
+
+
+@dataclass(frozen=True)
+class Known:
+    """``PauseKnowledge`` that was never taught: what it is told to know."""
+
+    lengths: dict[PauseKind, tuple[float, ...]]
+    returns: dict[PauseKind, float] = field(default_factory=dict)
+    trusts: tuple[float, float, float] = (0.8, 0.0, 1.0)
+
+    def quantiles(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, ...]:
+        return self.lengths[kind]
+
+    def p_return(self, tenant: str, kind: PauseKind) -> float:
+        return self.returns.get(kind, 1.0)
+
+    def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
+        return self.trusts
+
+
+SYSTEM = SystemView(
+    (
+        TierView("device", 1000, 100, 0.0, 0.0),
+        TierView("host", 4000, 1000, 0.0, 0.001),
+        TierView("disk", 10000, 5000, 0.0, 0.010),
+    ),
+    CostView(prefill_a_s=0.001, prefill_b_s=1e-6, waiting=0.0, block_tokens=16, block_bytes=1000),
+)
+"""16 tokens and 1000 bytes a block, 1 ms + 1 us * x a token; host loads a block in 1 ms, disk in 10 ms; all have room."""
+
+
+@pytest.fixture
+def system() -> SystemView:
+    return SYSTEM

@@ -1,0 +1,252 @@
+"""What PauseStats learns, checked against the published tables behind its priors, formulas, and known generators."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from itertools import pairwise
+from math import exp, log
+from statistics import median
+
+import pytest
+
+from tenuto.wire import Forecast, PauseKind
+from tenuto_server.policy.calibration import PauseStats, Score
+from tenuto_server.policy.histogram import BINS, Histogram, bin_edge, bin_of
+from tenuto_server.policy.index import Empirical, mixture
+from tenuto_server.policy.views import PauseKnowledge
+
+
+def share_below(stats: PauseStats, kind: PauseKind, seconds: float) -> float:
+    quantiles = stats.quantiles("t", kind, None)
+    return bisect_right(quantiles, seconds) / len(quantiles)
+
+
+def test_it_is_pause_knowledge() -> None:
+    knowledge: PauseKnowledge = PauseStats()
+    assert len(knowledge.quantiles("t", "tool", "Bash")) == 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "seconds"),
+    # KVCT corrected: p50/p75/p90 after tool_use 9/21/81 s, after end_turn 182/717/2280 s; subagents p50 117, p90 263 s.
+    [
+        ("tool", 0.50, 9.0),
+        ("tool", 0.75, 21.0),
+        ("tool", 0.90, 81.0),
+        ("human", 0.50, 182.0),
+        ("human", 0.75, 717.0),
+        ("human", 0.90, 2280.0),
+        ("subagent", 0.50, 117.0),
+        ("subagent", 0.90, 263.0),
+    ],
+)
+def test_priors_match_the_published_quantiles(kind: PauseKind, p: float, seconds: float) -> None:
+    quantiles = PauseStats().quantiles("t", kind, None)
+    assert quantiles[int(p * 64)] == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(("minutes", "p_end"), [(1, 0.18), (5, 0.28), (15, 0.41), (30, 0.56), (60, 0.75)])
+def test_waiting_for_a_person_gets_as_hopeless_as_published(minutes: int, p_end: float) -> None:
+    stats = PauseStats()
+    curve = mixture(((1.0, stats.p_return("t", "human"), Empirical(stats.quantiles("t", "human", None))),))
+    assert curve.p_end(60.0 * minutes) == pytest.approx(p_end, abs=0.03)
+
+
+def test_a_key_learns_its_own_lengths_and_the_rest_keeps_the_prior() -> None:
+    rnd, stats = random.Random(1), PauseStats()
+    before = stats.quantiles("t", "human", None)
+    for _ in range(400):
+        stats.observe("t", "tool", "Bash pytest", exp(rnd.gauss(log(40.0), 0.4)))
+    assert stats.quantiles("t", "tool", "Bash pytest")[32] == pytest.approx(40.0, rel=0.1)
+    assert stats.quantiles("t", "human", None) == before
+    # Another tenant starts from what all tenants together have shown.
+    assert 9.0 < stats.quantiles("other", "tool", None)[32] < 45.0
+
+
+def test_few_observations_move_little() -> None:
+    stats = PauseStats()
+    before = stats.quantiles("t", "tool", "k")[32]
+    stats.observe("t", "tool", "k", 1000.0)
+    after = stats.quantiles("t", "tool", "k")
+    assert before <= after[32] < 2.0 * before
+    # Each level moves by 1 in 1 + its pseudo-count (20, 10, 5); 96.8 % of the prior lies below 300 s (KVCT).
+    kept = 20 / 21 * 10 / 11 * 5 / 6
+    assert bisect_right(after, 300.0) / 64 == pytest.approx(0.968 * kept, abs=0.02)
+
+
+def test_old_habits_fade() -> None:
+    stats = PauseStats()
+    for _ in range(1000):
+        stats.observe("t", "tool", "k", 1.0)
+    for _ in range(500):
+        stats.observe("t", "tool", "k", 100.0)
+    assert stats.quantiles("t", "tool", "k")[32] == pytest.approx(100.0, rel=0.3)
+
+
+def test_p_return_by_hand() -> None:
+    stats = PauseStats()
+    assert stats.p_return("t", "human") == pytest.approx(0.867)
+    for _ in range(10):
+        stats.observe("t", "human", None, 100.0)
+    for _ in range(10):
+        stats.observe_censored("t", "human", 50.0)
+    level = (20 * 0.867 + 10) / 40
+    assert stats.p_return("t", "human") == pytest.approx((20 * level + 10) / 40)
+    assert stats.p_return("new", "human") == pytest.approx(level)
+    assert stats.p_return("t", "tool") == pytest.approx(0.992)
+
+
+def test_quantiles_stay_the_same_object_between_refreshes() -> None:
+    stats = PauseStats()
+    for _ in range(100):
+        stats.observe("t", "tool", "k", 5.0)
+    seen = []
+    for _ in range(60):
+        stats.observe("t", "tool", "k", 5.0)
+        seen.append(stats.quantiles("t", "tool", "k"))
+    # From 100 to 160 observations each of the three levels grows by a tenth about five times.
+    assert sum(a is not b for a, b in pairwise(seen)) <= 18
+
+
+def honest(rnd: random.Random, bias: float = 1.0, overconfidence: float = 1.0) -> tuple[float, Forecast]:
+    """A pause with log-sd 1.26 around 9 s and a forecast that explains three quarters of its log-variance."""
+    seen = rnd.gauss(log(9.0), 1.26 * 0.75**0.5)
+    sigma = 1.26 * 0.25**0.5
+    length = exp(rnd.gauss(seen, sigma))
+    p50 = exp(seen) * bias
+    return length, Forecast(p50_s=p50, p90_s=p50 * exp(1.2816 * sigma / overconfidence))
+
+
+def taught(n: int, bias: float = 1.0, overconfidence: float = 1.0) -> PauseStats:
+    rnd, stats = random.Random(7), PauseStats()
+    for _ in range(n):
+        length, forecast = honest(rnd, bias, overconfidence)
+        stats.observe("t", "tool", "k", length, forecast)
+    return stats
+
+
+def test_unseen_clients_get_the_benefit_of_the_doubt() -> None:
+    assert PauseStats().trust("t", "tool", "k") == pytest.approx((0.8, 0.0, 1.0))
+
+
+def test_an_honest_client_is_believed_as_it_speaks() -> None:
+    weight, shift, factor = taught(300).trust("t", "tool", "k")
+    assert weight == pytest.approx(0.95)
+    assert shift == pytest.approx(0.0, abs=0.25)
+    assert factor == pytest.approx(1.0, abs=0.25)
+
+
+def test_a_biased_client_is_corrected() -> None:
+    weight, shift, factor = taught(300, bias=0.1).trust("t", "tool", "k")
+    assert shift == pytest.approx(log(10.0), abs=0.3)
+    assert factor == pytest.approx(1.0, abs=0.35)
+    assert weight > 0.8
+
+
+def test_an_overconfident_client_is_widened() -> None:
+    _, shift, factor = taught(300, overconfidence=3.0).trust("t", "tool", "k")
+    assert factor == pytest.approx(3.0, rel=0.3)
+    assert shift == pytest.approx(0.0, abs=0.3)
+
+
+def test_calibrated_forecasts_have_a_flat_transform() -> None:
+    pit = taught(3000).metrics()["forecast_pit"]
+    assert isinstance(pit, dict)
+    # 300 expected in each bin, standard deviation 16.4; the calibration itself adds some.
+    assert all(220 < count < 380 for count in pit.values())
+
+
+def liar(rnd: random.Random) -> Forecast:
+    p50 = 10.0 ** rnd.uniform(-2, 4)
+    return Forecast(p50_s=p50, p90_s=1.2 * p50, p_return=1.0)
+
+
+def test_a_liar_is_soon_not_heard_and_cannot_hide_behind_new_keys() -> None:
+    rnd, stats = random.Random(3), PauseStats()
+    for i in range(30):
+        length, _ = honest(rnd)
+        stats.observe("t", "tool", f"key {i}", length, liar(rnd))
+    assert stats.trust("t", "tool", "key 31")[0] == 0.0
+    assert stats.trust("t", "human", None)[0] < 0.1
+    assert stats.trust("honest", "tool", "key 31")[0] == pytest.approx(0.8)
+
+
+def test_trust_comes_back() -> None:
+    rnd, stats = random.Random(3), PauseStats()
+    for _ in range(50):
+        length, _ = honest(rnd)
+        stats.observe("t", "tool", "k", length, liar(rnd))
+    assert stats.trust("t", "tool", "k")[0] == 0.0
+    for _ in range(300):
+        length, forecast = honest(rnd)
+        stats.observe("t", "tool", "k", length, forecast)
+    assert stats.trust("t", "tool", "k")[0] > 0.8
+
+
+def test_promising_a_return_and_never_returning_costs_trust() -> None:
+    stats = PauseStats()
+    promise = Forecast(p50_s=9.0, p90_s=90.0, p_return=1.0)
+    for _ in range(4):
+        stats.observe_censored("t", "human", 100.0, None, promise)
+    assert stats.trust("t", "human", None)[0] < 0.1
+
+
+def test_a_late_forecast_counts_from_when_it_was_given() -> None:
+    rnd, stats = random.Random(5), PauseStats()
+    for _ in range(200):
+        rest = exp(rnd.gauss(log(10.0), 0.3))
+        stats.observe("t", "tool", "k", 60.0 + rest, Forecast(p50_s=10.0, p90_s=14.7), 60.0)
+    weight, shift, factor = stats.trust("t", "tool", "k")
+    assert weight > 0.9
+    assert shift == pytest.approx(0.0, abs=0.1)
+    assert factor == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_new_key_inherits_a_good_name_half_way() -> None:
+    parent = Score()
+    parent.gain, parent.shift = 8.0, 1.0
+    child = Score(parent)
+    assert child.gain == 2.0
+    assert child.shift == 1.0
+
+
+def test_memory_is_bounded() -> None:
+    stats = PauseStats(keys_max=50, tenants_max=20)
+    for i in range(500):
+        stats.observe(f"tenant {i}", "tool", f"key {i}", 1.0, Forecast(p50_s=1.0))
+        stats.observe_censored(f"tenant {i}", "human", 1.0)
+    metrics = stats.metrics()
+    assert metrics["pause_keys"] == 50
+    assert metrics["pause_tenants"] == 20
+    # What was forgotten still answers.
+    assert len(stats.quantiles("tenant 0", "tool", "key 0")) == 64
+
+
+def test_the_same_observations_give_the_same_answers() -> None:
+    one, two = taught(200), taught(200)
+    assert one.quantiles("t", "tool", "k") == two.quantiles("t", "tool", "k")
+    assert one.trust("t", "tool", "k") == two.trust("t", "tool", "k")
+
+
+def test_histogram_bins() -> None:
+    assert bin_of(0.0) == 0
+    assert bin_of(1e12) == BINS - 1
+    for length in (0.02, 1.0, 9.0, 3600.0):
+        assert bin_edge(bin_of(length)) <= length * 1.0000001 < bin_edge(bin_of(length) + 1) * 1.0000002
+    histogram = Histogram(1000.0)
+    for length in (1e-9, 3.0, 1e12):
+        histogram.add(length)
+    assert sum(histogram.counts) == pytest.approx(3.0)
+
+
+def test_learned_median_is_the_sample_median() -> None:
+    rnd, stats = random.Random(11), PauseStats()
+    lengths = [rnd.choice((2.0, 30.0)) * exp(rnd.gauss(0.0, 0.2)) for _ in range(199)]
+    for length in lengths:
+        stats.observe("t", "background", "k", length)
+    quantiles = stats.quantiles("t", "background", "k")
+    low, high = [x for x in lengths if x < 8], [x for x in lengths if x >= 8]
+    # Both modes are kept apart: a median per mode, none in between.
+    assert quantiles[16] == pytest.approx(median(low), rel=0.25)
+    assert quantiles[48] == pytest.approx(median(high), rel=0.25)

@@ -1,0 +1,214 @@
+"""The Gittins index against closed forms, hand calculations and brute force."""
+
+from __future__ import annotations
+
+from math import erf, exp, inf, isfinite, log, sqrt
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.wire import Forecast
+from tenuto_server.policy.index import SIGMA_UNSTATED, Component, Curve, Empirical, LogNormal, mixture
+
+
+def exponential(mean_s: float, n: int = 64) -> Empirical:
+    return Empirical(tuple(-mean_s * log(1.0 - (i + 0.5) / n) for i in range(n)))
+
+
+def brute_force(components: list[Component], elapsed_s: float) -> float:
+    """max over w of P(R <= e+w | R > e) / E[min(R-e, w) | R > e] by fine numerical integration of exact lognormals."""
+
+    def returned(t: float) -> float:
+        out = 0.0
+        for weight, p, part in components:
+            assert isinstance(part, LogNormal)
+            d = (log(t) - part.log_median) / sqrt(2.0)
+            out += weight * p * (0.5 + 0.5 * (0.95 * erf(d / part.sigma) + 0.05 * erf(d / part.wide)))
+        return out
+
+    steps = [elapsed_s + 1e-3 * 1.01**i for i in range(1800)]
+    before, wait, at, best = returned(elapsed_s), 0.0, elapsed_s, 0.0
+    for t in steps:
+        wait += (1.0 - 0.5 * (returned(at) + returned(t))) * (t - at)
+        at = t
+        best = max(best, (returned(t) - before) / wait)
+    return best
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_a_known_pause_has_belady_s_index(share: float) -> None:
+    curve = mixture(((1.0, 1.0, Empirical((100.0,) * 64)),))
+    assert curve.index_at(100.0 * share) == pytest.approx(1.0 / (100.0 * (1.0 - share)), rel=0.02)
+
+
+@pytest.mark.parametrize("elapsed_s", [0.0, 10.0, 40.0, 100.0])
+def test_a_memoryless_pause_has_its_hazard(elapsed_s: float) -> None:
+    assert mixture(((1.0, 1.0, exponential(50.0)),)).index_at(elapsed_s) == pytest.approx(1.0 / 50.0, rel=0.05)
+
+
+def test_two_possible_lengths_by_hand() -> None:
+    # 1 s or 100 s, evenly: a lease of 1 s gains 1/2 and costs 1 s; one of 100 s gains 1 and costs (1 + 100) / 2 s.
+    curve = mixture(((1.0, 1.0, Empirical((1.0,) * 32 + (100.0,) * 32)),))
+    assert curve.index_at(0.0) == pytest.approx(0.5, rel=0.02)
+    # Once the short one is ruled out: Belady for the long one.
+    assert curve.index_at(20.0) == pytest.approx(1.0 / 80.0, rel=0.03)
+
+
+def test_a_uniform_pause_by_hand() -> None:
+    # U(0, T): waiting for all of it gains 1 and costs (T - e) / 2.
+    curve = mixture(((1.0, 1.0, Empirical(tuple(100.0 * (i + 0.5) / 64 for i in range(64)))),))
+    assert curve.index_at(0.0) == pytest.approx(2.0 / 100.0, rel=0.05)
+    assert curve.index_at(50.0) == pytest.approx(2.0 / 50.0, rel=0.06)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.3])
+@pytest.mark.parametrize("p_return", [1.0, 0.6])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.5, 5.0])
+def test_forecasts_agree_with_brute_force(sigma: float, p_return: float, share: float) -> None:
+    components: list[Component] = [(1.0, p_return, LogNormal(log(60.0), sigma))]
+    # Coarser where the narrow part has died out and a twentieth of the mass is left.
+    assert mixture(tuple(components)).index_at(60.0 * share) == pytest.approx(
+        brute_force(components, max(1e-6, 60.0 * share)), rel=0.08 if share < 2.0 else 0.16
+    )
+
+
+def test_a_mixture_agrees_with_brute_force() -> None:
+    components: list[Component] = [(0.7, 0.9, LogNormal(log(20.0), 0.3)), (0.3, 0.8, LogNormal(log(400.0), 1.0))]
+    for elapsed_s in (1.0, 10.0, 25.0, 100.0, 1000.0):
+        assert mixture(tuple(components)).index_at(elapsed_s) == pytest.approx(
+            brute_force(components, elapsed_s), rel=0.06
+        )
+
+
+def test_a_sharp_forecast_rises_until_the_return_and_falls_after_it() -> None:
+    curve = mixture(((1.0, 1.0, LogNormal(log(100.0), 0.1)),))
+    rising = [curve.index_at(e) for e in (0.0, 30.0, 60.0, 80.0, 95.0)]
+    assert rising == sorted(rising)
+    assert rising[-1] > 5 * rising[0]
+    assert curve.index_at(300.0) < curve.index_at(95.0) / 10
+
+
+def test_waiting_makes_never_returning_likelier() -> None:
+    # 20 % never return; of the rest half are back after the median: 0.2 / (0.2 + 0.8 / 2).
+    curve = mixture(((1.0, 0.8, exponential(50.0)),))
+    assert curve.p_end(0.0) == pytest.approx(0.2)
+    assert curve.p_end(50.0 * log(2.0)) == pytest.approx(0.2 / 0.6, rel=0.01)
+
+
+def test_conditioning_on_a_later_start_is_bayes() -> None:
+    whole = mixture(((1.0, 1.0, exponential(50.0)),))
+    later = Empirical(exponential(50.0).quantiles, 30.0)
+    assert later.survival() == pytest.approx(exp(-30.0 / 50.0), rel=0.02)
+    for more in (1.0, 20.0, 60.0):
+        assert mixture(((1.0, 1.0, later),)).index_at(more) == pytest.approx(whole.index_at(30.0 + more), rel=0.05)
+
+
+def test_beyond_all_experience_the_power_law_goes_on() -> None:
+    part = Empirical((1.0,) * 64, 1e9)
+    assert part.survival() == 0.0
+    # Exponent 1: as likely as not to last as long again.
+    assert part.cdf([1e9]) == pytest.approx([0.5])
+    assert mixture(((1.0, 1.0, part),)).index_at(0.0) > 0.0
+
+
+def test_the_far_end_has_no_index() -> None:
+    assert mixture(((1.0, 1.0, exponential(1.0)),)).index_at(1e9) == 0.0
+
+
+def test_lognormal_density_integrates_to_one_and_matches_its_distribution() -> None:
+    part = LogNormal(2.0, 0.4)
+    width = 0.01
+    grid = [-12.0 + width * i for i in range(2800)]
+    assert sum(exp(part.log_density(x)) * width for x in grid) == pytest.approx(1.0, rel=1e-3)
+    below = sum(exp(part.log_density(x)) * width for x in grid if x < 2.3)
+    assert part.cdf([exp(2.3)])[0] == pytest.approx(below, abs=0.01)
+
+
+def test_reading_a_forecast() -> None:
+    part = LogNormal.read(Forecast(p50_s=10.0, p90_s=20.0), shift=log(2.0), factor=3.0)
+    assert part.log_median == pytest.approx(log(20.0))
+    assert part.sigma == pytest.approx(3.0 * log(2.0) / 1.28155, rel=1e-3)
+    assert LogNormal.read(Forecast(p50_s=10.0)).sigma == SIGMA_UNSTATED
+    assert isfinite(LogNormal.read(Forecast(p50_s=0.0, p90_s=0.0)).log_median)
+
+
+def test_scans_find_the_crossings() -> None:
+    curve = mixture(((1.0, 1.0, LogNormal(log(100.0), 0.1)),))
+    rise = curve.first_above(0.0, 0.05)
+    assert rise is not None
+    assert 60.0 < rise < 100.0
+    end = curve.above_until(rise, 0.05, 0.0)
+    assert 100.0 < end < 200.0
+    assert curve.index_at(end * 1.3) < 0.05
+    assert curve.first_above(0.0, 1e9) is None
+    # A gap longer than allowed ends the lease, a shorter one does not.
+    assert curve.above_until(0.0, 0.05, 1.0) == 0.0
+    assert curve.above_until(0.0, 0.05, 1000.0) == end
+    assert curve.next_change(0.0, curve.index_at(0.0), 1.25) < 60.0
+    assert curve.next_change(1e9, 0.0, 1.25) == inf
+
+
+def test_return_by_is_a_conditional_quantile() -> None:
+    curve = mixture(((1.0, 0.8, exponential(50.0)),))
+    assert curve.return_by(0.0, 0.5) == pytest.approx(50.0 * log(2.0), rel=0.03)
+    assert curve.return_by(30.0, 0.5) == pytest.approx(30.0 + 50.0 * log(2.0), rel=0.05)
+
+
+lengths = st.floats(0.01, 1e5)
+parts = st.one_of(
+    st.builds(LogNormal, st.floats(log(0.01), log(1e5)), st.floats(0.02, 4.0)),
+    st.builds(
+        lambda xs, after: Empirical(tuple(sorted(xs)), after),
+        st.lists(lengths, min_size=1, max_size=64),
+        st.one_of(st.just(0.0), lengths),
+    ),
+)
+probabilities = st.floats(0.0, 1.0)
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> tuple[Component, ...]:
+    found = draw(st.lists(st.tuples(st.floats(0.01, 1.0), probabilities, parts), min_size=1, max_size=4))
+    total = sum(weight for weight, _, _ in found)
+    return tuple((weight / total, p, part) for weight, p, part in found)
+
+
+def well_formed(curve: Curve) -> bool:
+    rising = all(a <= b + 1e-12 for a, b in zip(curve.mass, curve.mass[1:], strict=False))
+    return rising and all(a < b for a, b in zip(curve.edges, curve.edges[1:], strict=False))
+
+
+@settings(deadline=None, max_examples=150)
+@given(mixtures(), st.floats(0.0, 1e6))
+def test_the_index_is_finite_and_never_negative(components: tuple[Component, ...], elapsed_s: float) -> None:
+    curve = mixture(components)
+    assert well_formed(curve)
+    assert isfinite(curve.index_at(elapsed_s))
+    assert curve.index_at(elapsed_s) >= 0.0
+    assert 0.0 <= curve.p_end(elapsed_s) <= 1.0
+    assert curve.return_by(elapsed_s, 0.5) >= elapsed_s
+
+
+@settings(deadline=None, max_examples=100)
+@given(mixtures(), st.floats(0.0, 1e4), st.floats(0.0, 2.0))
+def test_more_mass_at_never_is_never_worth_more(
+    components: tuple[Component, ...], elapsed_s: float, more: float
+) -> None:
+    curve = mixture(components)
+    worse = mixture(components, curve.end_mass + more)
+    assert worse.index_at(elapsed_s) <= curve.index_at(elapsed_s) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(mixtures(), st.floats(0.0, 1e4), st.floats(0.1, 10.0))
+def test_stretching_time_shrinks_the_index(components: tuple[Component, ...], elapsed_s: float, c: float) -> None:
+    def stretch(part: LogNormal | Empirical) -> LogNormal | Empirical:
+        if isinstance(part, LogNormal):
+            return LogNormal(part.log_median + log(c), part.sigma)
+        return Empirical(tuple(q * c for q in part.quantiles), part.after_s * c)
+
+    stretched = mixture(tuple((weight, p, stretch(part)) for weight, p, part in components))
+    assert stretched.index_at(elapsed_s * c) * c == pytest.approx(
+        mixture(components).index_at(elapsed_s), rel=1e-2, abs=1e-12
+    )
