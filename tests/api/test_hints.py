@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tenuto.headers import encode_hints
-from tenuto.wire import AgentPause, AgentSession, Divergence, Envelope, Receipt, SessionView
+from tenuto.wire import AgentCompaction, AgentPause, AgentSession, Divergence, Envelope, Receipt, SessionView
 
 PAUSE = Envelope.of([AgentPause(session="s1", kind="tool", tool="bash")])
 
@@ -200,3 +200,20 @@ def test_unknown_actions_travel_on(site):
     assert site.request("POST", "/v1/kv_hints", odd)[0] == 200
     assert site.engine.batches[0].envelope.actions[0].parse() is None
     assert Envelope.of([AgentSession(session="s")]).actions[0].parse() == AgentSession(session="s")
+
+
+def test_a_committed_compaction_warms_its_new_prompt(site):
+    """The receipt says so; the engine gets a turn that nobody waits for; a prompt that cannot be read is named."""
+    messages = [{"role": "user", "content": "a summary of it all"}]
+    commits = [
+        AgentCompaction(session="s", seq=1, phase="commit", request={"messages": messages}),
+        AgentCompaction(session="s", seq=2, phase="commit", request={"messages": "all of them"}),
+        AgentCompaction(session="s", seq=3, phase="commit"),
+    ]
+    status, _, body = site.request("POST", "/v1/kv_hints", as_json(Envelope.of(commits)))
+    assert status == 200
+    reasons = [receipt.get("reason", "") for receipt in body["receipts"]]
+    assert "warming" in reasons[0]
+    assert "not warmed: messages" in reasons[1]
+    assert "warm" not in reasons[2]
+    assert [(turn.warm, turn.session, turn.sampling.max_tokens) for turn in site.engine.turns] == [(True, "s", 0)]

@@ -281,3 +281,26 @@ def test_broken_leases_are_counted_and_labelled(kit: SimpleNamespace) -> None:
     back = ask(world, "s", [*prompt, *first.tokens, 1])
     assert back.done is not None
     assert back.done.report.recomputed["capacity"] > 0
+
+
+def test_warming_ends_no_pause_and_makes_the_next_turn_warm(kit: SimpleNamespace) -> None:
+    """The new prompt of a compaction is computed while the session pauses; the pause goes on and is taught once."""
+    world = kit.world("tenuto", device=400)
+    prompt = words(kit, 60)
+    ask(world, "s", prompt)
+    hint(world, AgentCompaction(session="s", seq=1, phase="commit", keep=Shared(tokens=20)))
+    new = [*prompt[:20], *words(kit, 50)]
+    warm = SubmitTurn("w-1", "t", np.array(new, np.int32), Sampling(0), session="s", warm=True)
+    record = world.submit(warm, in_s=1.0)
+    world.run()
+    assert record.done is not None
+    assert record.tokens == []
+    seen = view(world, "s")
+    assert seen is not None
+    assert (seen.state, seen.turns, seen.context_tokens) == ("paused", 1, 70)
+    assert seen.pause_age_s is not None
+    assert seen.pause_age_s >= 1.0
+    turn = ask(world, "s", [*new, 1, 2])
+    assert turn.done is not None
+    assert dict(turn.done.report.cached) == {"device": 70}
+    assert world.engine.metrics()["pauses_total"] == {"unknown": 1.0}

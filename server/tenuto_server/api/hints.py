@@ -14,6 +14,7 @@ from tenuto_server.api.carriers import envelope_or_400
 from tenuto_server.api.errors import ApiError, busy, encode_json
 from tenuto_server.api.limits import HINT_BODY_BYTES_MAX, read_json
 from tenuto_server.api.service import Service, service_of
+from tenuto_server.api.warm import warm_compacted
 from tenuto_server.engine.events import HintBatch, QuerySessions
 from tenuto_server.engine.plan import HintsDone, SessionsOut
 
@@ -30,6 +31,7 @@ async def kv_hints(request: Request) -> Response:
     tenant = service.keys.tenant(request.headers)
     envelope, refused = envelope_or_400(await read_json(request, HINT_BODY_BYTES_MAX))
     receipts = await send_hints(service, tenant, envelope) if envelope.actions else ()
+    receipts = await warm_compacted(service, tenant, envelope, receipts)
     answer = Receipts(message_id=envelope.message_id, receipts=(*receipts, *refused))
     return Response(encode_json(answer.model_dump(mode="json", exclude_none=True)), media_type="application/json")
 

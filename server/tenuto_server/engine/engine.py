@@ -129,13 +129,13 @@ class Engine:
             return
         self._describe(session, turn)
         receipts = self._hints.apply(turn.tenant, turn.hints) if turn.hints is not None else ()
-        if not session.active:
+        if not session.active and not turn.warm:
             self._keeper.end_pause(session, turn.last_role)
             core.cache.set_rate(session.handle, 0.0)
         if session.root != root:  # another salt: nothing of the old context can match
             core.cache.set_tip(session.handle, None)
             session.root, session.context_tokens = root, 0
-        session.active += 1
+        session.active += not turn.warm
         self._next_sequence += 1
         count = len(turn.tokens)
         tokens = np.empty(count + min(turn.sampling.max_tokens, 1024) + 1, np.int32)

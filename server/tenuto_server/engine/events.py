@@ -36,7 +36,8 @@ class SubmitTurn:
     """A request to generate. ``tokens``: the whole prompt, int32 [n], n >= 1.
 
     ``session`` None: the longest-prefix chain names the session. ``last_role``: role of the prompt's last message, which
-    tells in hindsight what the pause before it was. ``hints`` rode on the request.
+    tells in hindsight what the pause before it was. ``hints`` rode on the request. ``warm``: nobody waits for an answer,
+    the prompt is only to be made ready (``sampling.max_tokens`` 0): it ends no pause and teaches nothing.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class SubmitTurn:
     last_role: str | None = None
     hints: Envelope | None = None
     final: bool = False
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

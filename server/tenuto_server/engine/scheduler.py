@@ -93,12 +93,10 @@ class Scheduler:
         if sequence.table is not None:
             self.running.remove(sequence)
             self._release(sequence)
-        session.active -= 1
-        session.turns += 1
-        if not session.active:
-            self._keeper.begin_pause(session)
-            if sequence.turn.final:
-                self._keeper.end_session(session, 0.0)
+        if sequence.turn.warm:
+            self._keeper.evaluate(session, "warmed")
+        else:
+            self._turn_over(sequence)
         report = sequence.report(session, core.now_ns)
         session.last = report
         completed = sequence.generated if sequence.stop_at is None else min(sequence.generated, sequence.stop_at)
@@ -106,6 +104,15 @@ class Scheduler:
         core.count("turns", label=reason)
         core.journal.write(core.now_ns, "turn_end", session=session.id, reason=reason, generated=sequence.generated)
         self.admit_again = True
+
+    def _turn_over(self, sequence: Sequence) -> None:
+        session = sequence.session
+        session.active -= 1
+        session.turns += 1
+        if not session.active:
+            self._keeper.begin_pause(session)
+            if sequence.turn.final:
+                self._keeper.end_session(session, 0.0)
 
     def _release(self, sequence: Sequence) -> None:
         core, session, table = self._core, sequence.session, sequence.table
@@ -148,7 +155,7 @@ class Scheduler:
 
     def _order(self, sequence: Sequence) -> tuple[tuple[float, ...], int]:
         view = TurnView(
-            attended=sequence.session.attended,
+            attended=sequence.session.attended and not sequence.turn.warm,
             priority=sequence.turn.priority,
             age_s=(self._core.now_ns - sequence.arrived_ns) / 1e9,
             compute_tokens=sequence.compute_tokens,
