@@ -54,6 +54,16 @@ def test_what_the_next_tier_refuses_falls_further(system: SystemView) -> None:
     assert tiering.saved_s(extent(), "device", change(dear, "host", price=index * 1.01)) == pytest.approx(0.1)
 
 
+def test_all_tiers_at_once_agree_with_one_by_one(system: SystemView) -> None:
+    for changed in (
+        system,
+        change(system, "host", free_blocks=0, price=1.0),
+        change(system, "host", load_s_per_block=1.0),
+    ):
+        one_by_one = [tiering.saved_s(extent(), view.tier, changed) for view in changed.tiers]
+        assert tiering.saved_by_tier(extent(), changed) == pytest.approx(one_by_one)
+
+
 def test_a_tier_slower_than_recompute_saves_nothing(system: SystemView) -> None:
     slow = change(change(system, "host", load_s_per_block=1.0), "disk", load_s_per_block=1.0)
     assert tiering.saved_s(extent(), "host", slow) == 0.0

@@ -190,9 +190,9 @@ class Curve:
         """P(R <= elapsed_s)."""
         return _interpolate(self.edges, self.mass, max(0.0, elapsed_s))
 
-    def p_end(self, elapsed_s: float) -> float:
-        """Probability that a pause which lasts ``elapsed_s`` already never ends."""
-        left = self.total - self.mass_at(elapsed_s) + self.end_mass
+    def p_end(self, elapsed_s: float, before: float | None = None) -> float:
+        """Probability that a pause which lasts ``elapsed_s`` already never ends; ``before`` as for ``return_by``."""
+        left = self.total - (self.mass_at(elapsed_s) if before is None else before) + self.end_mass
         return self.end_mass / left if left > 0.0 else 1.0
 
     def index_at(self, elapsed_s: float) -> float:
@@ -233,11 +233,19 @@ class Curve:
                 return edges[i]
         return inf
 
-    def above_until(self, elapsed_s: float, threshold: float, gap_s: float) -> float:
-        """The last time up to which the index stays above ``threshold``, gaps shorter than ``gap_s`` aside."""
+    def above_until(self, elapsed_s: float, threshold: float, gap_s: float, limit_s: float = inf) -> float:
+        """The last time up to which the index stays above ``threshold``, gaps shorter than ``gap_s`` aside.
+
+        Nobody asks beyond ``limit_s``: the answer is then at least that.
+        """
         edges, index = self.edges, self.index
         last = elapsed_s
+        if threshold <= 0.0:
+            # Anything still possible is enough.
+            return max(last, edges[-1]) if self.total > 0.0 else last
         for i in range(bisect_right(edges, elapsed_s), len(edges)):
+            if last >= limit_s:
+                break
             if index[i] > threshold:
                 last = edges[i]
             elif edges[i] - last > gap_s:
@@ -246,6 +254,8 @@ class Curve:
 
     def first_above(self, elapsed_s: float, threshold: float) -> float | None:
         """The first time from ``elapsed_s`` on at which the index exceeds ``threshold``; None if never."""
+        if threshold <= 0.0:
+            return elapsed_s if elapsed_s < self.edges[-1] and self.total > 0.0 else None
         if self.index_at(elapsed_s) > threshold:
             return elapsed_s
         for i in range(bisect_right(self.edges, elapsed_s), len(self.edges)):
@@ -253,9 +263,9 @@ class Curve:
                 return self.edges[i]
         return None
 
-    def return_by(self, elapsed_s: float, share: float) -> float:
-        """The time by which ``share`` of the returns that can still come have come."""
-        before = self.mass_at(elapsed_s)
+    def return_by(self, elapsed_s: float, share: float, before: float | None = None) -> float:
+        """The time by which ``share`` of the returns that can still come have come; ``before``: ``mass_at`` of the time."""
+        before = self.mass_at(elapsed_s) if before is None else before
         goal = before + share * (self.total - before)
         i = min(max(1, bisect_right(self.mass, goal)), len(self.edges) - 1)
         width = self.mass[i] - self.mass[i - 1]
@@ -264,7 +274,7 @@ class Curve:
         return max(elapsed_s, start * (end / start) ** part if start > 0.0 else end * part)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _cells(components: tuple[Component, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The mixture on the union of its parts' edges: (edges in seconds, first 0; P(R <= edge))."""
     raw = sorted({edge for weight, _, part in components if weight > 0.0 for edge in part.edges()})
@@ -283,7 +293,7 @@ def _cells(components: tuple[Component, ...]) -> tuple[tuple[float, ...], tuple[
     return (0.0, *edges), (0.0, *mass)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def mixture(components: tuple[Component, ...], end_mass: float | None = None) -> Curve:
     """The curve of a mixture whose weights add up to 1.
 

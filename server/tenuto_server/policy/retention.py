@@ -12,7 +12,7 @@ from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.decision import Retention
 from tenuto_server.policy.index import Component, Curve, Empirical, LogNormal, mixture
 from tenuto_server.policy.priors import KIND_SHARE, P_INTACT
-from tenuto_server.policy.tiering import saved_s
+from tenuto_server.policy.tiering import saved_by_tier
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName, TierView
 
 CHANGE = 1.25
@@ -91,6 +91,10 @@ def kind_shares(pause: PauseView) -> list[tuple[float, PauseKind]]:
 
 def _known(pause: PauseView, knowledge: PauseKnowledge, at_s: float, weight: float) -> list[Component]:
     """What is known without the client, as of ``at_s`` seconds into the pause, with total weight ``weight``."""
+    if pause.kind != "unknown" and at_s <= 0.0:
+        quantiles = knowledge.quantiles(pause.tenant, pause.kind, pause.key)
+        part = Empirical(quantiles if isinstance(quantiles, tuple) else tuple(quantiles))
+        return [(weight, _share(knowledge.p_return(pause.tenant, pause.kind)), part)]
     shares = kind_shares(pause)
     parts: list[Component] = []
     left = 0.0
@@ -157,15 +161,13 @@ def pause_curve(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool) -> t
 
 def _values(pause: PauseView, rate: float, system: SystemView) -> list[tuple[TierView, float, float]]:
     """For each tier: (tier, seconds saved per byte by one return, seconds to restore the session from it)."""
-    block_tokens = system.cost.block_tokens
-    blocks = max(1, pause.context_tokens // block_tokens)
+    blocks = max(1, pause.context_tokens // system.cost.block_tokens)
     # As an extent that the tiers below would take: whether they do is the question at the next tier's turn.
     extent = ExtentView(0, blocks, 1, rate, 0.0, max(2, pause.turns))
     size = blocks * system.cost.block_bytes
     return [
-        (view, saved_s(extent, view.tier, system) / size, view.load_s_per_block * blocks)
-        for view in system.tiers
-        if view.capacity_blocks > 0
+        (view, saved / size, view.load_s_per_block * blocks)
+        for view, saved in zip(system.tiers, saved_by_tier(extent, system), strict=True)
     ]
 
 
@@ -178,7 +180,7 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     if keep_s is not None and pause.elapsed_s >= keep_s:
         return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "ended")
     curve, x, weight = pause_curve(pause, knowledge, hear=hear)
-    index = curve.index_at(x)
+    index, before = curve.index_at(x), curve.mass_at(x)
     intact = P_INTACT[pause.kind]
     rate = index * intact
     valid_s = max(
@@ -191,34 +193,35 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
         until_s = keep_s - pause.elapsed_s
         valid_s = min(valid_s, until_s)
     values = _values(pause, rate, system)
-    lease_s, lease_tier = _lease(curve, x, intact, values)
-    prefetch_s = _prefetch(curve, x, intact, values) if weight > 0.0 else None
-    reason = f"{pause.kind} {pause.elapsed_s:.1f}s: index {index:.3g}/s, gone {curve.p_end(x):.2f}, said {weight:.2f}"
+    lease_s, lease_tier = _lease(curve, x, index, before, intact, values)
+    prefetch_s = _prefetch(curve, x, before, intact, values) if weight > 0.0 else None
+    reason = f"{pause.kind} {pause.elapsed_s:.1f}s: index {index:.3g}/s, gone {curve.p_end(x, before):.2f}, said {weight:.2f}"
     return Retention(rate, valid_s, min(lease_s, until_s), lease_tier, prefetch_s, reason)
 
 
 def _lease(
-    curve: Curve, x: float, intact: float, values: list[tuple[TierView, float, float]]
+    curve: Curve, x: float, index: float, before: float, intact: float, values: list[tuple[TierView, float, float]]
 ) -> tuple[float, TierName]:
     """(seconds, tier): how long the index stays above the price of the highest tier that it clears now."""
-    index = curve.index_at(x)
-    likely = curve.return_by(x, LEASE_SHARE)
+    limit_s = min(x + LEASE_MAX_S, curve.return_by(x, LEASE_SHARE, before))
     for i, (view, value, _) in enumerate(values):
         price = max(0.0, view.price)
         threshold = price / (value * intact) if value > 0.0 else inf if price > 0.0 else 0.0
         if index > threshold:
             gap_s = values[i + 1][2] if i + 1 < len(values) else 0.0
-            return min(LEASE_MAX_S, curve.above_until(x, threshold, gap_s), likely - x), view.tier
+            return min(limit_s, curve.above_until(x, threshold, gap_s, limit_s)) - x, view.tier
     return 0.0, values[-1][0].tier if values else "device"
 
 
-def _prefetch(curve: Curve, x: float, intact: float, values: list[tuple[TierView, float, float]]) -> float | None:
+def _prefetch(
+    curve: Curve, x: float, before: float, intact: float, values: list[tuple[TierView, float, float]]
+) -> float | None:
     """Seconds until lower-tier KV should start to come up; None where there is none, or the device's price forbids it."""
     if len(values) < 2 or values[0][1] <= 0.0:
         return None
     lead = LEAD_FACTOR * values[1][2]
     threshold = max(0.0, values[0][0].price) / (values[0][1] * intact)
-    due = max(x + lead, curve.return_by(x, PREFETCH_SHARE))
+    due = max(x + lead, curve.return_by(x, PREFETCH_SHARE, before))
     from_s = curve.first_above(due, threshold)
     if from_s is None:
         return None
