@@ -1,0 +1,146 @@
+"""The arithmetic of the demonstration's report: rows of turns to figures of an arm. Pure functions of values.
+
+A percentile is interpolated linearly between order statistics (position (n - 1) q).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+CLASSES = ("tool", "human", "subagent", "post-compaction")
+"""What a turn came after, for the hit rates: a tool, a person, a subagent (the parent's return and the children's first
+turns, which begin on the parent's prefix), a compaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRow:
+    """One turn of one pass. Times are seconds, counts tokens.
+
+    ``after``: one of ``CLASSES``, or ``start`` and ``summary``, which follow no pause and no change. ``pause_s``: None
+    where no pause came before. ``new_tokens``: prompt tokens that nobody had computed before, as the recording pass with
+    ample memory showed. ``cached``: reused by tier. ``misses``: recomputed by label (without cold). ``same``: the answer
+    equals the recorded one.
+    """
+
+    session: str
+    turn: int
+    after: str
+    pause_s: float | None
+    prompt_tokens: int
+    new_tokens: int
+    cached: dict[str, int]
+    misses: dict[str, int]
+    ttft_s: float
+    queue_wait_s: float = 0.0
+    restore_wait_s: float = 0.0
+    same: bool = True
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens reused, over all tiers."""
+        return sum(self.cached.values())
+
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens computed."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def reusable(self) -> int:
+        """Prompt tokens that a cache of unlimited size would have held."""
+        return self.prompt_tokens - self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of an arm. ``hit_rate``: reused / reusable tokens by class; ``ttft_s``: (p50, p90) by class.
+
+    ``prefilled_tokens``: by the server's own counter, so that work which no turn shows (a preempted turn, a warmed prompt)
+    counts. ``amplification``: that over the genuinely new tokens.
+    """
+
+    turns: int
+    turns_after_pauses: int
+    ttft_p50_s: float
+    ttft_p90_s: float
+    prefilled_tokens: int
+    new_tokens: int
+    amplification: float
+    hit_rate: dict[str, float]
+    ttft_s: dict[str, tuple[float, float]]
+    cached: dict[str, int]
+    misses: dict[str, int]
+    restored_tokens: int
+    differing_answers: int
+    wall_s: float
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def percentile(values: Iterable[float], q: float) -> float:
+    """The ``q`` quantile (0..1); 0 of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    position = (len(ordered) - 1) * q
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def summarise(rows: Sequence[TurnRow], counters: Mapping[str, float], wall_s: float) -> Summary:
+    """Figures of one pass. ``counters``: what the server counted during it, by name (``COUNTERS`` of ``demo_server``)."""
+    paused = [row for row in rows if row.pause_s is not None]
+    prefilled = int(counters["prefill_tokens"])
+    new = sum(row.new_tokens for row in rows)
+    cached = _sum(row.cached for row in rows)
+    hit_rate, ttft = {}, {}
+    for name in CLASSES:
+        of_class = [row for row in rows if row.after == name]
+        reusable = sum(row.reusable for row in of_class)
+        if reusable:
+            # What several turns compute at once is new to all but one of them, so a ratio could pass 1 by a hair.
+            hit_rate[name] = min(1.0, sum(row.cached_tokens for row in of_class) / reusable)
+        if of_class:
+            times = [row.ttft_s for row in of_class]
+            ttft[name] = (percentile(times, 0.5), percentile(times, 0.9))
+    return Summary(
+        turns=len(rows),
+        turns_after_pauses=len(paused),
+        ttft_p50_s=percentile([row.ttft_s for row in paused], 0.5),
+        ttft_p90_s=percentile([row.ttft_s for row in paused], 0.9),
+        prefilled_tokens=prefilled,
+        new_tokens=new,
+        amplification=prefilled / new if new else 0.0,
+        hit_rate=hit_rate,
+        ttft_s=ttft,
+        cached=cached,
+        misses=_sum(row.misses for row in rows),
+        restored_tokens=sum(tokens for tier, tokens in cached.items() if tier != "device"),
+        differing_answers=sum(not row.same for row in rows),
+        wall_s=wall_s,
+        counters=dict(counters),
+    )
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for name, tokens in count.items():
+            total[name] = total.get(name, 0) + tokens
+    return total
+
+
+def ratio(value: float, base: float) -> float | None:
+    """``value / base``; None for a base of 0."""
+    return value / base if base else None
+
+
+def ratios(arm: Summary, base: Summary) -> dict[str, float | None]:
+    """An arm against another, below 1 where the arm needs less: the figures that must fall."""
+    return {
+        "ttft_p50": ratio(arm.ttft_p50_s, base.ttft_p50_s),
+        "ttft_p90": ratio(arm.ttft_p90_s, base.ttft_p90_s),
+        "prefilled_tokens": ratio(arm.prefilled_tokens, base.prefilled_tokens),
+        "amplification": ratio(arm.amplification, base.amplification),
+    }

@@ -1,0 +1,80 @@
+"""The report for people: one line for every turn, and the table of the arms side by side. Values in, renderables out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from tenuto_server.bench.report import CLASSES, Summary, TurnRow, ratios
+
+
+def turn_line(row: TurnRow) -> str:
+    """One turn: who, what came before it, where its prompt came from, how long the first token took."""
+    before = row.after if row.pause_s is None else f"{row.after} {row.pause_s:.2f} s"
+    tiers = " ".join(f"{tier} {row.cached.get(tier, 0):>5}" for tier in ("device", "host", "disk"))
+    misses = ", ".join(f"{label} {tokens}" for label, tokens in row.misses.items())
+    return (
+        f"{row.session:<20} turn {row.turn:<2} after {before:<18} {row.prompt_tokens:>5} tokens: {tiers}"
+        f" computed {row.prefilled:>5}  TTFT {row.ttft_s:6.2f} s" + (f"  lost: {misses}" if misses else "")
+    )
+
+
+def arms_table(arms: Mapping[str, Summary], title: str) -> Table:
+    """The figures of every arm in a column of its own."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("")
+    for name in arms:
+        table.add_column(name, justify="right")
+    for label, cells in _lines(list(arms.values())):
+        table.add_row(label, *cells)
+    return table
+
+
+def _lines(arms: list[Summary]) -> list[tuple[str, list[str]]]:
+    lines = [
+        ("TTFT after pauses p50, s", [f"{arm.ttft_p50_s:.3f}" for arm in arms]),
+        ("TTFT after pauses p90, s", [f"{arm.ttft_p90_s:.3f}" for arm in arms]),
+    ]
+    for name in CLASSES:
+        if any(name in arm.ttft_s for arm in arms):
+            times = [arm.ttft_s.get(name) for arm in arms]
+            lines.append(
+                (f"  after {name}: p50 / p90", [f"{t[0]:.2f} / {t[1]:.2f}" if t is not None else "-" for t in times])
+            )
+    lines += [
+        ("tokens prefilled", [f"{arm.prefilled_tokens:,}" for arm in arms]),
+        ("amplification (prefilled / new)", [f"{arm.amplification:.2f}" for arm in arms]),
+    ]
+    for name in CLASSES:
+        if any(name in arm.hit_rate for arm in arms):
+            rates = [arm.hit_rate.get(name) for arm in arms]
+            lines.append((f"hit rate: {name}", [f"{rate:.1%}" if rate is not None else "-" for rate in rates]))
+    lines += [
+        ("restored tokens (host, disk)", [f"{arm.restored_tokens:,}" for arm in arms]),
+        ("lost to retention / capacity", [_lost(arm) for arm in arms]),
+        ("leases granted / broken", [_pair(arm, "leases_granted", "leases_broken") for arm in arms]),
+        ("prefetches on time / late", [_pair(arm, "prefetches_on_time", "prefetches_late") for arm in arms]),
+        ("answers that differ", [f"{arm.differing_answers} of {arm.turns}" for arm in arms]),
+        ("whole pass, s", [f"{arm.wall_s:.1f}" for arm in arms]),
+    ]
+    return lines
+
+
+def _lost(arm: Summary) -> str:
+    return f"{arm.misses.get('retention', 0):,} / {arm.misses.get('capacity', 0):,}"
+
+
+def _pair(arm: Summary, first: str, second: str) -> str:
+    return f"{arm.counters.get(first, 0):.0f} / {arm.counters.get(second, 0):.0f}"
+
+
+def ratio_lines(arms: Mapping[str, Summary], subject: str, bases: tuple[str, ...]) -> list[str]:
+    """``subject`` against each base that ran: what it needs as a share of what the base needs."""
+    lines = []
+    for base in bases:
+        if subject in arms and base in arms:
+            found = ratios(arms[subject], arms[base])
+            parts = [f"{name} {value:.2f}" for name, value in found.items() if value is not None]
+            lines.append(f"{subject} / {base}: " + ", ".join(parts))
+    return lines

@@ -1,0 +1,107 @@
+"""The report's arithmetic, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto_server.bench.report import TurnRow, percentile, ratios, summarise
+from tenuto_server.bench.report_table import arms_table, ratio_lines, turn_line
+
+
+def row(
+    after: str,
+    prompt: int,
+    new: int,
+    device: int = 0,
+    host: int = 0,
+    *,
+    ttft_s: float = 0.1,
+    pause_s: float | None = 1.0,
+    misses: dict[str, int] | None = None,
+    same: bool = True,
+) -> TurnRow:
+    cached = {tier: count for tier, count in (("device", device), ("host", host)) if count}
+    return TurnRow("agent-1", 0, after, pause_s, prompt, new, cached, misses or {}, ttft_s, same=same)
+
+
+ROWS = [
+    row("start", 1000, 1000, ttft_s=9.0, pause_s=None),
+    row("tool", 1100, 100, device=1000, ttft_s=0.2),
+    row("tool", 1200, 100, device=400, host=300, ttft_s=1.0, misses={"capacity": 400}),
+    row("human", 1300, 100, ttft_s=2.0, misses={"retention": 1200}, same=False),
+    row("subagent", 1250, 50, device=1200, ttft_s=0.4, pause_s=None),
+    row("post-compaction", 500, 200, device=150, ttft_s=0.6, pause_s=None, misses={"capacity": 150}),
+]
+
+
+def test_percentiles_are_interpolated() -> None:
+    assert percentile([3.0, 1.0, 2.0, 4.0], 0.5) == 2.5
+    assert percentile([1.0, 2.0, 3.0, 4.0, 5.0], 0.9) == pytest.approx(4.6)
+    assert percentile([7.0], 0.9) == 7.0
+    assert percentile([], 0.9) == 0.0
+
+
+def test_a_summary_by_hand() -> None:
+    summary = summarise(ROWS, {"prefill_tokens": 3875.0, "leases_broken": 2.0}, 42.0)
+    assert summary.turns == 6
+    assert summary.turns_after_pauses == 3
+    assert summary.ttft_p50_s == 1.0  # of 0.2, 1.0, 2.0
+    assert summary.ttft_p90_s == pytest.approx(1.8)
+    assert summary.new_tokens == 1550
+    assert summary.prefilled_tokens == 3875
+    assert summary.amplification == pytest.approx(2.5)
+    # tool: 1000 + 700 of 1000 + 1100 reusable; human: 0 of 1200; subagent: 1200 of 1200; post-compaction: 150 of 300.
+    assert summary.hit_rate["tool"] == pytest.approx(1700 / 2100)
+    assert summary.hit_rate["human"] == 0.0
+    assert summary.hit_rate["subagent"] == 1.0
+    assert summary.hit_rate["post-compaction"] == 0.5
+    assert summary.ttft_s["tool"] == (pytest.approx(0.6), pytest.approx(0.92))
+    assert summary.cached == {"device": 2750, "host": 300}
+    assert summary.restored_tokens == 300
+    assert summary.misses == {"capacity": 550, "retention": 1200}
+    assert summary.differing_answers == 1
+    assert summary.wall_s == 42.0
+
+
+def test_rows_count_what_was_computed() -> None:
+    assert [r.prefilled for r in ROWS] == [1000, 100, 500, 1300, 50, 350]
+    assert [r.reusable for r in ROWS] == [0, 1000, 1100, 1200, 1200, 300]
+
+
+def test_ratios_say_what_an_arm_needs_of_another() -> None:
+    base = summarise(ROWS, {"prefill_tokens": 3100.0}, 1.0)
+    better = summarise([row("tool", 1100, 100, device=1000, ttft_s=0.5)], {"prefill_tokens": 1550.0}, 1.0)
+    found = ratios(better, base)
+    assert found["ttft_p50"] == pytest.approx(0.5)
+    assert found["prefilled_tokens"] == pytest.approx(0.5)
+    assert found["amplification"] == pytest.approx((1550 / 100) / (3100 / 1550))
+    nothing = summarise([], {"prefill_tokens": 0.0}, 1.0)
+    assert ratios(base, nothing)["prefilled_tokens"] is None
+
+
+def test_the_table_shows_every_arm() -> None:
+    from rich.console import Console
+
+    arms = {
+        "lru": summarise(ROWS, {"prefill_tokens": 3875.0, "leases_granted": 0.0}, 50.0),
+        "tenuto": summarise(ROWS[:3], {"prefill_tokens": 1600.0, "leases_granted": 7.0, "leases_broken": 1.0}, 40.0),
+    }
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(arms_table(arms, "arms"))
+    text = console.export_text()
+    lines = {line.split("│")[1].strip(): line for line in text.splitlines() if line.count("│") >= 3}
+    assert "3,875" in lines["tokens prefilled"]
+    assert "1,600" in lines["tokens prefilled"]
+    assert "7 / 1" in lines["leases granted / broken"]
+    assert "81.0%" in lines["hit rate: tool"]
+    assert lines["hit rate: human"].count("-") == 1
+    assert ratio_lines(arms, "tenuto", ("lru", "absent")) == [
+        "tenuto / lru: ttft_p50 0.60, ttft_p90 0.51, prefilled_tokens 0.41, amplification 0.53"
+    ]
+
+
+def test_a_line_tells_one_turn() -> None:
+    line = turn_line(ROWS[2])
+    for part in ("agent-1", "turn 0", "tool 1.00 s", "device   400", "host   300", "computed   500", "capacity 400"):
+        assert part in line
