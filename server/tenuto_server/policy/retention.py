@@ -130,7 +130,7 @@ def pause_curve(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool) -> t
         if pause.resume_at_s is not None:
             lead = max(RESUME_LEAD_MIN_S, RESUME_LEAD_SHARE * pause.resume_at_s, pause.resume_at_s - pause.elapsed_s)
             at_s = max(0.0, pause.resume_at_s - lead)
-            said = LogNormal(log(pause.resume_at_s - at_s) if pause.resume_at_s > at_s else log(1e-3), RESUME_SIGMA)
+            said = LogNormal(log(max(1e-3, pause.resume_at_s - at_s)), RESUME_SIGMA)
         elif pause.forecast is not None:
             at_s = min(pause.forecast_at_s, pause.elapsed_s)
             said = LogNormal.read(pause.forecast, shift, factor)
