@@ -91,7 +91,10 @@ def main() -> None:
         mixture.cache_clear()
         _cells.cache_clear()
 
+    numbers = tuple(float(i) for i in range(64))
     rows = [
+        # Tells a busy machine from a slow call.
+        ("yardstick: hash 64 floats", timed(lambda i: hash(numbers), n)),
         ("retention, tenuto", timed(lambda i: ours.retention(views[i], stats, SYSTEM), n)),
         ("retention, tenuto, again", timed(lambda i: ours.retention(views[i], stats, SYSTEM), n)),
         ("retention, tenuto:none", timed(lambda i: deaf.retention(views[i], stats, SYSTEM), n)),
