@@ -19,7 +19,7 @@ CHANGE = 1.25
 """A decision is worth revisiting when its index has moved by this factor."""
 REVISIT_MIN_S = 0.1
 REVISIT_MIN_SHARE = 0.05
-"""Never revisited sooner than this, and than this share of the time already waited."""
+"""Never revisited sooner than this and this share of the time already waited."""
 LEASE_MAX_S = 3600.0
 LEASE_SHARE = 0.95
 """A lease ends when this share of the possible returns has come, even where room is free: what is promised must be meant."""
@@ -183,11 +183,10 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     index, before = curve.index_at(x), curve.mass_at(x)
     intact = P_INTACT[pause.kind]
     rate = index * intact
-    valid_s = max(
-        REVISIT_MIN_S,
-        REVISIT_MIN_SHARE * pause.elapsed_s,
-        curve.next_change(x, index, CHANGE) - x if index > 0.0 else inf,
-    )
+    valid_s = curve.next_change(x, index, CHANGE) - x if index > 0.0 else inf
+    soonest = REVISIT_MIN_S + REVISIT_MIN_SHARE * pause.elapsed_s
+    if valid_s < soonest:
+        valid_s = soonest
     until_s = LEASE_MAX_S
     if keep_s is not None:
         until_s = keep_s - pause.elapsed_s
@@ -205,8 +204,9 @@ def _lease(
     """(seconds, tier): how long the index stays above the price of the highest tier that it clears now."""
     limit_s = min(x + LEASE_MAX_S, curve.return_by(x, LEASE_SHARE, before))
     for i, (view, value, _) in enumerate(values):
-        price = max(0.0, view.price)
-        threshold = price / (value * intact) if value > 0.0 else inf if price > 0.0 else 0.0
+        threshold = 0.0
+        if view.price > 0.0:
+            threshold = view.price / (value * intact) if value > 0.0 else inf
         if index > threshold:
             gap_s = values[i + 1][2] if i + 1 < len(values) else 0.0
             return min(limit_s, curve.above_until(x, threshold, gap_s, limit_s)) - x, view.tier

@@ -38,29 +38,32 @@ def saved_s(extent: ExtentView, tier: TierName, system: SystemView) -> float:
     holds something of a lower index. 0 for a tier that does not exist.
     """
     blocks = extent.blocks
-    recompute = below = recompute_s(extent.start, blocks, system.cost)
+    below = recompute_s(extent.start, blocks, system.cost)
     scale = extent.rate / (blocks * system.cost.block_bytes)
+    # A load slower than recompute never gets below it, so min(load, recompute) needs no minimum.
     for view in reversed(system.tiers):
-        here = min(view.load_s_per_block * blocks, recompute)
+        saved = below - view.load_s_per_block * blocks
         if view.tier == tier:
-            return max(0.0, below - here)
-        if here < below and _accepts(extent, view, (below - here) * scale):
-            below = here
+            return saved if saved > 0.0 else 0.0
+        if saved > 0.0 and _accepts(extent, view, saved * scale):
+            below -= saved
     return 0.0
 
 
 def saved_by_tier(extent: ExtentView, system: SystemView) -> list[float]:
     """``saved_s`` for every tier of ``system``, in its order, in one pass."""
     blocks = extent.blocks
-    recompute = below = recompute_s(extent.start, blocks, system.cost)
+    below = recompute_s(extent.start, blocks, system.cost)
     scale = extent.rate / (blocks * system.cost.block_bytes)
     out = []
     for view in reversed(system.tiers):
-        here = min(view.load_s_per_block * blocks, recompute)
-        saved = max(0.0, below - here)
+        saved = below - view.load_s_per_block * blocks
+        if saved <= 0.0:
+            out.append(0.0)
+            continue
         out.append(saved)
-        if saved > 0.0 and _accepts(extent, view, saved * scale):
-            below = here
+        if _accepts(extent, view, saved * scale):
+            below -= saved
     out.reverse()
     return out
 
@@ -70,7 +73,8 @@ def _accepts(extent: ExtentView, view: TierView, index: float) -> bool:
         return True
     if view.tier == "disk" and not worth_disk(extent):
         return False
-    return view.free_blocks >= extent.blocks or index > max(view.price, 0.0)
+    # A price below 0 is held by what nobody wants.
+    return view.free_blocks >= extent.blocks or (index > view.price and index > 0.0)
 
 
 def worth_disk(extent: ExtentView) -> bool:
