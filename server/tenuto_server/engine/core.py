@@ -66,8 +66,8 @@ class Core:
         session, forgotten = opened
         for other in forgotten:
             self.count("sessions_forgotten")
-            if other.pause is not None:
-                self.knowledge.observe_censored(tenant, other.pause.kind, other.pause.elapsed_s(self.now_ns))
+            if (pause := other.pause) is not None and not pause.counted:
+                self.knowledge.observe_censored(tenant, pause.kind, pause.elapsed_s(self.now_ns), pause.key, pause.said)
             self.cache.set_tip(other.handle, None)
         return session
 

@@ -40,6 +40,7 @@ from tenuto_server.engine.core import Core
 from tenuto_server.engine.limits import RateLimits
 from tenuto_server.engine.retention import RetentionKeeper
 from tenuto_server.engine.session import Pause, Session
+from tenuto_server.policy.retention import progress_forecast
 
 Answer = tuple[Outcome, str]
 
@@ -154,6 +155,7 @@ class HintDesk:
         if forecast is not None:
             pause.forecast = forecast
             pause.forecast_at_s = max(0.0, pause.elapsed_s(self._core.now_ns) - at_s)
+            pause.say(forecast, pause.forecast_at_s)
 
     def _decided(self, session: Session, why: str) -> Answer:
         decision = self._keeper.evaluate(session, why)
@@ -167,10 +169,8 @@ class HintDesk:
             return "rejected", "no open pause"
         forecast = action.forecast
         if forecast is None and action.progress:
-            # A task that did this fraction in this time does the rest at the same pace.
-            elapsed = max(0.0, pause.elapsed_s(self._core.now_ns) - action.at_s)
-            left = elapsed * (1 - action.progress) / action.progress
-            forecast = Forecast(p50_s=left, p90_s=2 * left + 0.1)
+            elapsed_s = max(0.0, pause.elapsed_s(self._core.now_ns) - action.at_s)
+            forecast = progress_forecast(elapsed_s, action.progress)
         self._set_forecast(pause, forecast, action.at_s)
         return self._decided(session, "agent.pause_update")
 
@@ -178,7 +178,9 @@ class HintDesk:
         pause = self._open_pause(session, action.at_s)
         if pause is None:
             return "rejected", "no open pause"
-        pause.resume_at_s = max(0.0, pause.elapsed_s(self._core.now_ns) + action.in_s - action.at_s)
+        elapsed_s = max(0.0, pause.elapsed_s(self._core.now_ns) - action.at_s)
+        pause.resume_at_s = elapsed_s + action.in_s
+        pause.say(Forecast(p50_s=action.in_s), elapsed_s)
         return self._decided(session, "agent.resume_soon")
 
     def _keepalive(self, action: AgentKeepalive, session: Session) -> Answer:

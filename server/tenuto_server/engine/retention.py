@@ -47,7 +47,7 @@ class RetentionKeeper:
         if kind == "unknown" and last_role is not None:
             kind = "tool" if last_role in ("tool", "function") else "human"
         elapsed = pause.elapsed_s(core.now_ns)
-        core.knowledge.observe(session.tenant, kind, pause.key, elapsed, pause.forecast)
+        core.knowledge.observe(session.tenant, kind, pause.key, elapsed, pause.said, pause.said_at_s)
         session.kinds[kind] = session.kinds.get(kind, 0) + 1
         core.count("pauses", label=kind)
         if session.prefetch:
@@ -66,6 +66,11 @@ class RetentionKeeper:
             session.pause = Pause(self._core.now_ns)
         session.pause.end_keep_s = session.pause.elapsed_s(self._core.now_ns) + keep_s if keep_s else 0.0
         session.ended = True
+        pause = session.pause
+        if not pause.counted:
+            pause.counted = True
+            elapsed_s = pause.elapsed_s(self._core.now_ns)
+            self._core.knowledge.observe_censored(session.tenant, pause.kind, elapsed_s, pause.key, pause.said)
         self.evaluate(session, "agent.end")
 
     def evaluate(self, session: Session, why: str) -> Retention | None:

@@ -19,7 +19,11 @@ SECOND_NS = 1_000_000_000
 
 @dataclass(slots=True)
 class Pause:
-    """A pause that is open. Times within it are seconds since ``started_ns``."""
+    """A pause that is open. Times within it are seconds since ``started_ns``.
+
+    ``said``: the first thing that the client said about its length; that is what its forecasts are judged by. ``counted``:
+    it has been counted as one that never ends.
+    """
 
     started_ns: int
     kind: PauseKind = "unknown"
@@ -27,10 +31,13 @@ class Pause:
     program: str | None = None
     forecast: Forecast | None = None
     forecast_at_s: float = 0.0
+    said: Forecast | None = None
+    said_at_s: float = 0.0
     resume_at_s: float | None = None
     alive_until_s: float = 0.0
     end_keep_s: float | None = None
     told: bool = False
+    counted: bool = False
 
     @property
     def key(self) -> str | None:
@@ -42,6 +49,11 @@ class Pause:
     def elapsed_s(self, now_ns: int) -> float:
         """Seconds since it began."""
         return max(0.0, (now_ns - self.started_ns) / SECOND_NS)
+
+    def say(self, forecast: Forecast, at_s: float) -> None:
+        """Remembers the first word about the pause's length."""
+        if self.said is None:
+            self.said, self.said_at_s = forecast, at_s
 
 
 @dataclass(slots=True)
