@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto_server.cache.identity import HASH_BYTES
+from tenuto_server.cache.identity import HASH_BYTES, chain
 
 if TYPE_CHECKING:
     from tenuto_server.cache.moves import Move
@@ -33,14 +33,15 @@ class Extent:
     ``slots[tier]``: int32 [blocks] or None. ``pins``: references of running sequences at or below here. ``moves``: copies
     in flight. ``users``: sessions whose last context ends at or below here; ``rate``: sum of their return rates in
     1/RATE_PARTS per second.
-    ``lost``: why the last copy went, for a tombstone.
+    ``lost``: why the last copy went, for a tombstone. Chained hashes are worked out when first asked for: what never leaves
+    the device needs none.
     """
 
     __slots__ = (
+        "_hashes",
         "blocks",
         "children",
         "fill",
-        "hashes",
         "last_used_s",
         "lost",
         "moves",
@@ -60,13 +61,20 @@ class Extent:
     )
 
     def __init__(
-        self, parent: Extent | None, start: int, tokens: NDArray[np.int32], hashes: bytes, order: int, fill: int = 0
+        self,
+        parent: Extent | None,
+        start: int,
+        blocks: int,
+        tokens: NDArray[np.int32],
+        order: int,
+        fill: int = 0,
+        hashes: bytes | None = None,
     ) -> None:
         self.parent = parent
         self.start = start
         self.tokens = tokens
-        self.hashes = hashes
-        self.blocks = len(hashes) // HASH_BYTES if parent is not None else 0
+        self._hashes = hashes
+        self.blocks = blocks
         self.fill = fill
         self.order = order
         self.slots: list[Slots | None] = [None, None, None]
@@ -87,6 +95,26 @@ class Extent:
     def end(self) -> int:
         """Block index after the last block."""
         return self.start + self.blocks
+
+    @property
+    def known_hashes(self) -> bytes | None:
+        """The chained hashes if they have been asked for before. Known hashes imply known ones above."""
+        return self._hashes
+
+    @property
+    def hashes(self) -> bytes:
+        """The chained hashes of the blocks, 16 bytes each; for a root, the root hash."""
+        if self._hashes is None:
+            unknown, node = [], self
+            while node._hashes is None:
+                unknown.append(node)
+                assert node.parent is not None
+                node = node.parent
+            for below in reversed(unknown):
+                size = len(below.tokens) // below.blocks
+                below._hashes = chain(node.last_hash, below.tokens, size)
+                node = below
+        return self._hashes  # type: ignore[return-value]
 
     @property
     def last_hash(self) -> bytes:
@@ -129,7 +157,9 @@ def split(extent: Extent, blocks: int, block_tokens: int, order: int) -> Extent:
     assert not extent.fill
     assert 0 < blocks < extent.blocks
     cut = blocks * block_tokens
-    upper = Extent(extent.parent, extent.start, extent.tokens[:cut], extent.hashes[: blocks * HASH_BYTES], order)
+    known = extent._hashes
+    front = known[: blocks * HASH_BYTES] if known is not None else None
+    upper = Extent(extent.parent, extent.start, blocks, extent.tokens[:cut], order, hashes=front)
     for tier, slots in enumerate(extent.slots):
         if slots is not None:
             upper.slots[tier] = slots[:blocks]
@@ -148,7 +178,8 @@ def split(extent: Extent, blocks: int, block_tokens: int, order: int) -> Extent:
     extent.start += blocks
     extent.blocks -= blocks
     extent.tokens = extent.tokens[cut:]
-    extent.hashes = extent.hashes[blocks * HASH_BYTES :]
+    if known is not None:
+        extent._hashes = known[blocks * HASH_BYTES :]
     extent.parent = upper
     extent.stamp += 1
     upper.children[_key(extent, block_tokens)] = extent
@@ -176,12 +207,13 @@ def joinable(upper: Extent, lower: Extent, blocks_max: int) -> bool:
 def join(upper: Extent, lower: Extent, block_tokens: int) -> None:
     """``lower`` takes ``upper``'s blocks in front of its own; ``upper`` is no longer part of the tree."""
     assert upper.parent is not None
+    if upper._hashes is not None:
+        lower._hashes = upper._hashes + lower.hashes
     for tier, slots in enumerate(lower.slots):
         front = upper.slots[tier]
         if slots is not None and front is not None:
             lower.slots[tier] = np.concatenate((front, slots))
     lower.tokens = np.concatenate((upper.tokens, lower.tokens))
-    lower.hashes = upper.hashes + lower.hashes
     lower.start = upper.start
     lower.blocks += upper.blocks
     lower.last_used_s = max(upper.last_used_s, lower.last_used_s)

@@ -165,13 +165,14 @@ class CacheManager:
         retained blocks at once rather than wait for them to be copied down."""
         size = self.block_tokens
         first, last = table.front // size, -(-upto_tokens // size)
-        missing = [block for block in range(first, last) if block not in table.private]
-        if not missing:
+        missing = first + np.flatnonzero(~table.private[first:last])
+        if not len(missing):
             return True
         if not self.tiers.make_room(DEVICE, len(missing), now_ns, drop=drop):
             return False
         table.blocks[missing] = self.tiers.pools[DEVICE].take(len(missing))
-        table.private.update(missing)
+        table.private[missing] = True
+        table.owned += len(missing)
         self.private_blocks += len(missing)
         return True
 
@@ -182,7 +183,7 @@ class CacheManager:
             return None
         source = table.cow.slots[DEVICE]
         assert source is not None
-        assert table.path_blocks in table.private
+        assert table.private[table.path_blocks]
         table.front += table.cow_tokens
         self.copied_blocks += 1
         return int(source[0]), int(table.blocks[table.path_blocks])
@@ -246,10 +247,13 @@ class CacheManager:
 
     def _own(self, table: BlockTable, first: int, end: int, *, give_back: bool) -> None:
         """The table stops owning blocks [first, end): their slots go back, or an extent has taken them over."""
-        mine = [block for block in table.private if first <= block < end]
-        if give_back and mine:
-            self.tiers.pools[DEVICE].give(table.blocks[sorted(mine)])
-        table.private.difference_update(mine)
+        if not table.owned:
+            return
+        mine = first + np.flatnonzero(table.private[first:end])
+        if give_back and len(mine):
+            self.tiers.pools[DEVICE].give(table.blocks[mine])
+        table.private[mine] = False
+        table.owned -= len(mine)
         self.private_blocks -= len(mine)
 
     # ---- it ends -------------------------------------------------------------------------------------------------
@@ -262,7 +266,7 @@ class CacheManager:
         self.copied(table)
         end = table.tip
         fill = table.front - table.path_blocks * size
-        if 0 < fill < size and table.path_blocks in table.private:
+        if 0 < fill < size and table.private[table.path_blocks]:
             end = self._leave_tail(table, tokens[table.path_blocks * size : table.front])
         self._own(table, 0, len(table.blocks), give_back=True)
         if now_s is not None:

@@ -20,6 +20,9 @@ Priority = Callable[[Extent, int], float]
 Below = Callable[[Extent, int], int | None]
 Label = Callable[[Extent, int], LostLabel]
 
+# Touched extents wait to be filed until somebody needs the order; this many at most.
+_STALE_MAX = 4096
+
 
 class Residency:
     """Three tiers of blocks. ``priority(extent, tier)``: lowest goes first. ``below(extent, tier)``: where an extent
@@ -50,33 +53,47 @@ class Residency:
         self.patience_ns = int(patience_s * 1e9)
         self._moves_max = moves_max
         self._move_blocks_max = move_blocks_max
-        self._heaps: tuple[list[tuple[float, int, int, Extent]], ...] = ([], [], [])
+        self._heaps: tuple[list[tuple[float, int, int, int, Extent]], ...] = ([], [], [])
+        self._stale: dict[Extent, None] = {}
+        self._lowest_tier = max((tier for tier, pool in enumerate(self.pools) if pool.capacity), default=DEVICE)
         self._priority, self._below, self._label = priority, below, label
         self._next_move = 0
 
     # ---- heaps ---------------------------------------------------------------------------------------------------
 
     def touch(self, extent: Extent) -> None:
-        """Re-files an extent in the heaps after anything that its priority or evictability depends on has changed."""
+        """Notes that anything which an extent's priority or evictability depends on has changed. Among equals the deepest
+        goes first: it is the part least often shared and least likely to be in the next prompt."""
         extent.stamp += 1
-        if extent.pins or extent.moves:
-            return
-        for tier in (DEVICE, HOST, DISK):
-            if extent.slots[tier] is not None:
-                heap = self._heaps[tier]
-                heapq.heappush(heap, (self._priority(extent, tier), extent.order, extent.stamp, extent))
-                if len(heap) > 256 and len(heap) > 4 * (self.pools[tier].capacity - self.pools[tier].free):
-                    self._compact(tier)
+        self._stale[extent] = None
+        if len(self._stale) >= _STALE_MAX:
+            self._file()
+
+    def _file(self) -> None:
+        """Files what has been touched: once per extent, however often it was, and not before anybody asks."""
+        stale, self._stale = self._stale, {}
+        for extent in stale:
+            if extent.pins or extent.moves or extent.parent is None:
+                continue
+            for tier in (DEVICE, HOST, DISK):
+                if extent.slots[tier] is not None:
+                    entry = (self._priority(extent, tier), -extent.start, extent.order, extent.stamp, extent)
+                    heapq.heappush(self._heaps[tier], entry)
+        for tier, heap in enumerate(self._heaps):
+            if len(heap) > 256 and len(heap) > 4 * (self.pools[tier].capacity - self.pools[tier].free):
+                self._compact(tier)
 
     def _compact(self, tier: int) -> None:
         heap = self._heaps[tier]
-        heap[:] = [entry for entry in heap if entry[2] == entry[3].stamp and entry[3].evictable(tier)]
+        heap[:] = [entry for entry in heap if entry[3] == entry[4].stamp and entry[4].evictable(tier)]
         heapq.heapify(heap)
 
     def _lowest(self, tier: int) -> tuple[float, Extent] | None:
+        if self._stale:
+            self._file()
         heap = self._heaps[tier]
         while heap:
-            priority, _, stamp, extent = heap[0]
+            priority, _, _, stamp, extent = heap[0]
             if stamp == extent.stamp and extent.parent is not None and extent.evictable(tier):
                 return priority, extent
             heapq.heappop(heap)
@@ -117,7 +134,8 @@ class Residency:
             lowest = self._lowest(tier)
             if lowest is None or (ceiling is not None and lowest[0] >= ceiling):
                 break
-            victim = self._trim(lowest[1], need - pool.free - (0 if drop else coming))
+            wanted = need - pool.free - (0 if drop else coming)
+            victim = self._trim(lowest[1], wanted, drop or tier == self._lowest_tier)
             if any(victim.slots[lower] is not None for lower in range(tier + 1, 3)):
                 self.drop(victim, tier)
                 continue
@@ -142,12 +160,13 @@ class Residency:
         """The copy has taken so long that nobody should wait for it."""
         return now_ns >= move.begun_ns + self.patience_ns
 
-    def _trim(self, extent: Extent, wanted: int) -> Extent:
-        """Of a victim, the part to take: its last blocks, a little more than wanted, at most one move's worth. The tail
-        goes first since it is the part least often shared and least likely to be in the next prompt."""
-        take = max(1, min(max(wanted, 8), self._move_blocks_max))
+    def _trim(self, extent: Extent, wanted: int, dropped: bool) -> Extent:
+        """Of a victim, the part to take: its last blocks, a little more than wanted; at most one move's worth if it is not
+        ``dropped`` at once."""
+        most = extent.blocks if dropped else self._move_blocks_max
+        take = max(1, min(max(wanted, 8), most))
         if extent.fill or extent.blocks <= take + 8:
-            return extent if extent.blocks <= self._move_blocks_max else self._trim_exact(extent, take)
+            return extent if extent.blocks <= most else self._trim_exact(extent, take)
         return self._trim_exact(extent, take)
 
     def _trim_exact(self, extent: Extent, take: int) -> Extent:

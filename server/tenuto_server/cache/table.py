@@ -13,7 +13,7 @@ from tenuto_server.cache.extent import Extent
 @dataclass(slots=True, eq=False)
 class BlockTable:
     """``blocks``: device slots int32, valid up to token ``front``; ``tip``: the last extent of the pinned path, which
-    covers blocks 0 .. ``path_blocks``; ``private``: block indices whose slots the sequence owns.
+    covers blocks 0 .. ``path_blocks``; ``private``: bool per block, whether the sequence owns its slot, ``owned`` of them.
 
     ``front``: tokens whose KV is in place (or will be, once the forward that was planned last is done).
     ``cow``: pinned source of a copy-on-write for the first ``cow_tokens`` tokens of block ``path_blocks``.
@@ -24,14 +24,13 @@ class BlockTable:
     blocks: NDArray[np.int32]
     path_blocks: int = 0
     front: int = 0
-    private: set[int] = field(default_factory=set)
     cow: Extent | None = None
     cow_tokens: int = 0
+    owned: int = 0
+    private: NDArray[np.bool_] = field(init=False)
 
-    @property
-    def owned(self) -> int:
-        """Number of device slots the sequence owns."""
-        return len(self.private)
+    def __post_init__(self) -> None:
+        self.private = np.zeros(len(self.blocks), np.bool_)
 
     def path_tokens(self, block_tokens: int) -> int:
         """Token position where the pinned path ends."""

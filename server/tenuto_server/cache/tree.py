@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto_server.cache.extent import Extent, join, joinable, split
-from tenuto_server.cache.identity import chain
 
 # Siblings looked at for a block that matches in part; more would buy at most a few tokens each.
 _SIBLINGS_MAX = 32
@@ -59,7 +58,7 @@ class PrefixTree:
         """The root of that hash, made on first use."""
         node = self.roots.get(root_hash)
         if node is None:
-            node = Extent(None, 0, np.empty(0, np.int32), root_hash, self.next_order())
+            node = Extent(None, 0, 0, np.empty(0, np.int32), self.next_order(), hashes=root_hash)
             self.roots[root_hash] = node
         return node
 
@@ -125,8 +124,7 @@ class PrefixTree:
         size = self.block_tokens
         fill = len(tokens) if len(tokens) < size else 0
         tokens = np.ascontiguousarray(tokens, dtype=np.int32).copy()
-        hashes = chain(parent.last_hash, tokens, size)
-        node = Extent(parent, parent.end, tokens, hashes, self.next_order(), fill)
+        node = Extent(parent, parent.end, 1 if fill else len(tokens) // size, tokens, self.next_order(), fill)
         if fill:
             parent.tails.append(node)
         else:

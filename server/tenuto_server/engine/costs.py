@@ -15,6 +15,7 @@ class Costs:
         self.prefill_a_s, self.prefill_b_s = config.prefill_a_s, config.prefill_b_s
         self.bytes_per_s = [float("inf"), config.host_bytes_per_s, config.disk_bytes_per_s]
         self.waiting = 0.0
+        self.follow_queue = True
         self._block_bytes = config.block_bytes
 
     def prefill_s(self, start: int, end: int) -> float:
@@ -40,5 +41,6 @@ class Costs:
             self.bytes_per_s[tier] += _ALPHA * (seen - self.bytes_per_s[tier])
 
     def saw_queue(self, turns: int) -> None:
-        """That many turns ran or waited at a step."""
-        self.waiting += _ALPHA * (turns - self.waiting)
+        """That many turns ran or waited at a step. ``follow_queue`` False: it does not count (a study without time)."""
+        if self.follow_queue:
+            self.waiting += _ALPHA * (turns - self.waiting)

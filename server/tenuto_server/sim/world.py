@@ -63,7 +63,11 @@ class Turn:
 
 class World:
     """``forward_s(plan)`` and ``transfer_s(transfer)`` say how long things take. ``after_step`` runs after every step
-    (integrity checks). ``at(t, event)`` schedules; ``run()`` runs until nothing is left to happen."""
+    (integrity checks). ``at(t, event)`` schedules; ``run()`` runs until nothing is left to happen.
+
+    ``remember`` False: keeps nothing of a turn that has ended (long simulations). ``wakes`` False: the engine is not woken
+    for its own timers; they are served at the next event (where nothing takes time, nothing is decided in between).
+    """
 
     def __init__(
         self,
@@ -73,6 +77,8 @@ class World:
         forward_s: Callable[[ForwardPlan], float] = lambda plan: 0.01,
         transfer_s: Callable[[Transfer], float] = lambda transfer: 0.001,
         after_step: Callable[[], None] = lambda: None,
+        remember: bool = True,
+        wakes: bool = True,
     ) -> None:
         self.engine, self.machine = engine, machine
         self.now_ns = 0
@@ -85,6 +91,8 @@ class World:
         self._durations: dict[int, float] = {}
         self._order = 0
         self._open = 0
+        self._remember, self._wakes = remember, wakes
+        self._next_wake_ns: int | None = None
 
     def at(self, time_s: float, event: Event | None) -> None:
         """Schedules an event at an absolute time in seconds (not before now); None only wakes the engine."""
@@ -150,8 +158,11 @@ class World:
         self.collect(self.machine.take_events())
         for output in plan.outputs:
             self._hear(output)
-        if plan.wake_ns is not None and self._open:
-            self._at_ns(plan.wake_ns, None)
+        if plan.wake_ns is not None and self._open and self._wakes:
+            pending = self._next_wake_ns
+            if pending is None or pending <= self.now_ns or plan.wake_ns < pending:
+                self._next_wake_ns = max(plan.wake_ns, self.now_ns)
+                self._at_ns(plan.wake_ns, None)
 
     def collect(self, events: Iterable[Event]) -> None:
         """Schedules completions, each after the time its copy takes."""
@@ -164,7 +175,8 @@ class World:
                 self._at_ns(self.now_ns, event)
 
     def _hear(self, output: Output) -> None:
-        self.outputs.append(output)
+        if self._remember:
+            self.outputs.append(output)
         turn = self.turns.get(getattr(output, "request_id", ""))
         if turn is None:
             return
@@ -180,5 +192,8 @@ class World:
             case TurnRejected():
                 turn.rejected = output
         self._open -= turn.ended
-        if turn.ended and (listener := self._listeners.pop(turn.request_id, None)):
-            listener(turn)
+        if turn.ended:
+            if not self._remember:
+                del self.turns[turn.request_id]
+            if listener := self._listeners.pop(turn.request_id, None):
+                listener(turn)
