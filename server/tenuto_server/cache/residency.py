@@ -148,6 +148,7 @@ class Residency:
                 if self.coming(target, now_ns) or (coming and len(self.moves) >= self._moves_max):
                     break  # the lower tier or the link is busy making way: what deserves a copy waits for it
             self.drop(victim, tier)
+            self._tree.join_lost(victim)
         return pool.free >= need
 
     def coming(self, tier: int, now_ns: int) -> int:

@@ -145,6 +145,13 @@ class PrefixTree:
                 node = upper
         return changed
 
+    def join_lost(self, extent: Extent) -> None:
+        """Joins a tombstone with the one below it: a context that is eaten from its end leaves one, not one per bite."""
+        if extent.tombstone and len(extent.children) == 1:
+            below = next(iter(extent.children.values()))
+            if below.tombstone and joinable(extent, below, self._extent_blocks_max):
+                join(extent, below, self.block_tokens)
+
     def bury(self, extent: Extent) -> None:
         """Counts an extent that has just lost its last copy."""
         self.tombstone_blocks += extent.blocks

@@ -93,9 +93,7 @@ class Harness:
         for thread in self.workload.threads:
             self._open(thread.name, thread.session, thread.first, thread.start_s)
 
-    def _open(
-        self, name: str, session: Session, first: int, in_s: float, parent: Line | None = None
-    ) -> Line:
+    def _open(self, name: str, session: Session, first: int, in_s: float, parent: Line | None = None) -> Line:
         rng = Random(f"{self.workload.seed}/{name}")
         lies = self.delivery.kind == "lying" and rng.random() < self.delivery.amount
         if parent is not None:
@@ -198,9 +196,7 @@ class Harness:
 
     def _pause(self, line: Line, request: Request, p50_s: float, p90_s: float) -> AgentPause:
         said = Forecast(p50_s=min(FORECAST_MAX_S, p50_s), p90_s=min(FORECAST_MAX_S, p90_s))
-        return AgentPause(
-            session=line.name, seq=self._seq(line), kind=request.pause, tool=request.tool, forecast=said
-        )
+        return AgentPause(session=line.name, seq=self._seq(line), kind=request.pause, tool=request.tool, forecast=said)
 
     def _seq(self, line: Line) -> int:
         line.seq += 1
@@ -212,7 +208,9 @@ class Harness:
             self._number += 1
             late = action.model_copy(update={"at_s": delay_s}) if delay_s else action
             item = EnvelopeAction(
-                action_id=f"a{self._number}", action_type=late.TYPE, payload=late.model_dump(mode="json", exclude_none=True)
+                action_id=f"a{self._number}",
+                action_type=late.TYPE,
+                payload=late.model_dump(mode="json", exclude_none=True),
             )
             envelope = Envelope(message_id=f"m{self._number}", actions=(item,))
             batch = HintBatch(f"h{self._number}", line.tenant, envelope)

@@ -54,9 +54,7 @@ def uses(workload: Workload, unit: int) -> list[Use]:
     return [use for *_, use in found if use.time_s <= workload.to_s]
 
 
-def _line(
-    session: Session, first: int, start_s: float, number: int, unit: int, workload: Workload
-) -> Iterator[Use]:
+def _line(session: Session, first: int, start_s: float, number: int, unit: int, workload: Workload) -> Iterator[Use]:
     times = request_times(session, served=False)
     requests, length = session.requests, 0
     for i in range(first, len(requests)):
@@ -84,9 +82,7 @@ def _line(
         length = count
 
 
-def play(
-    requests: list[Use], capacity: int, hear: Callable[[Use, int], None], *, resident: bool = True
-) -> None:
+def play(requests: list[Use], capacity: int, hear: Callable[[Use, int], None], *, resident: bool = True) -> None:
     """Serves all requests with ``capacity`` units of memory; ``hear(use, found)`` gets the units found of each."""
     held: dict[int, int] = {}
     heap: list[tuple[float, int]] = []

@@ -51,8 +51,10 @@ def simulate(trace: Trace, setup: Setup, workload: Workload) -> dict[str, Any]:
     policy, _ = parse_policy(setup.policy)
     capacity = capacity_units(setup, workload)
     tally = Tally(setup.unit)
-    extra = _play_oracle(setup, workload, capacity, tally) if policy is None else _run(
-        trace, setup, workload, policy, capacity, tally
+    extra = (
+        _play_oracle(setup, workload, capacity, tally)
+        if policy is None
+        else _run(trace, setup, workload, policy, capacity, tally)
     )
     return {
         "policy": setup.policy,
@@ -114,9 +116,7 @@ def identity(unit: int) -> RootIdentity:
     return RootIdentity("simulated", "", "none", 1, unit, b"simulated-blocks")
 
 
-def _run(
-    trace: Trace, setup: Setup, workload: Workload, policy: Policy, capacity: int, tally: Tally
-) -> dict[str, Any]:
+def _run(trace: Trace, setup: Setup, workload: Workload, policy: Policy, capacity: int, tally: Tally) -> dict[str, Any]:
     engine = Engine(engine_config(setup, policy, capacity), policy, identity(setup.unit))
     engine.core.costs.follow_queue = False
     world = World(

@@ -1,0 +1,127 @@
+"""``tenuto simulate`` and ``tenuto compare``: arguments in, table and files out.
+
+Exit status: 0 done, 1 the trace or a file cannot be used (the reason is on stderr), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tenuto_server.errors import TenutoServerError
+from tenuto_server.sim import report
+from tenuto_server.sim.knowledge import Delivery, parse_policy
+from tenuto_server.sim.study import Setup
+from tenuto_server.sim.sweep import Row, sweep
+from tenuto_server.sim.workload import WARM_UP_S, WINDOW_S
+
+Number = TypeVar("Number", int, float)
+
+POLICIES = "lru,oracle,tenuto:none,tenuto:end+compaction,tenuto:r2=0.5+end+compaction,tenuto:r2=0.9+end+compaction"
+CAPACITIES = "0.1,0.2,0.33,0.5"
+
+
+def simulate(argv: list[str]) -> int:
+    """``tenuto simulate``."""
+    args = _parser().parse_args(argv)
+    try:
+        setups = _setups(args)
+        console = Console(stderr=True)
+        rows = _run(args.trace, setups, args.jobs, console)
+        title = f"{Path(args.trace).name}: {args.alive:g} alive, seeds {args.seed}, hints {args.hints}"
+        report.show(rows, Console(), title)
+        if args.json is not None:
+            arguments = {
+                name: getattr(args, name)
+                for name in ("policy", "capacity_frac", "alive", "seed", "tiers", "hints", "timing", "unit")
+            }
+            arguments |= {"window_h": args.window_h, "warm_up_h": args.warm_up_h}
+            report.write_json(args.json, report.document(Path(args.trace).name, commit(), arguments, rows))
+        return 0
+    except TenutoServerError as error:
+        print(f"tenuto simulate: {error}", file=sys.stderr)
+        return 1
+
+
+def _setups(args: argparse.Namespace) -> list[Setup]:
+    policies = [name.strip() for name in args.policy.split(",") if name.strip()]
+    for name in policies:
+        parse_policy(name)
+    Delivery.parse(args.hints)
+    tiers = tuple(args.tiers.split(","))
+    return [
+        Setup(
+            policy=policy,
+            capacity_frac=frac,
+            seed=seed,
+            alive=args.alive,
+            unit=args.unit,
+            tiers=tiers,
+            hints=args.hints,
+            window_s=args.window_h * 3600.0,
+            warm_up_s=args.warm_up_h * 3600.0,
+        )
+        for seed in _numbers(args.seed, int)
+        for frac in _numbers(args.capacity_frac, float)
+        for policy in policies
+    ]
+
+
+def _numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
+    return [kind(part) for part in text.split(",") if part.strip()]
+
+
+def _run(source: str, setups: Sequence[Setup], jobs: int, console: Console) -> list[Row]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=len(setups))
+
+        def heard(setup: Setup, row: Row) -> None:
+            progress.update(task, advance=1, description=f"{setup.policy} at {setup.capacity_frac:g}")
+
+        return sweep(source, setups, jobs, heard)
+
+
+def commit() -> str:
+    """The commit of this source tree, else the version installed."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode == 0:
+        return asked.stdout.strip()
+    try:
+        return version("tenuto")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("tenuto simulate", description="Replay agent sessions against cache policies.")
+    parser.add_argument("trace", help="a trace file or folder")
+    parser.add_argument("--policy", default=POLICIES, help="comma-separated; tenuto:<knowledge> (default %(default)s)")
+    parser.add_argument("--capacity-frac", default=CAPACITIES, help="device memory as fractions of the mean live KV")
+    parser.add_argument("--alive", type=float, default=60.0, help="sessions alive on average (default %(default)g)")
+    parser.add_argument("--seed", default="1", help="comma-separated seeds (default %(default)s)")
+    parser.add_argument("--tiers", default="device", help="device, or device,host, or device,host,disk")
+    parser.add_argument("--hints", default="on", help="on, off, late:<s>, lost:<share>, lying[:<share>], dup, reorder")
+    parser.add_argument("--timing", default="none", help="none, or the name of a machine")
+    parser.add_argument("--unit", type=int, default=64, help="tokens of one simulated block (default %(default)s)")
+    parser.add_argument("--window-h", type=float, default=WINDOW_S / 3600, help="hours measured (default %(default)g)")
+    parser.add_argument("--warm-up-h", type=float, default=WARM_UP_S / 3600, help="hours before (default %(default)g)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument("--json", type=Path, help="write all rows here")
+    parser.add_argument("--plot", type=Path, help="draw a figure here (PNG)")
+    return parser
