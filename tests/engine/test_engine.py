@@ -199,6 +199,25 @@ def test_waiting_room_is_bounded(kit: SimpleNamespace) -> None:
     assert all(r.ended for r in records)
 
 
+def test_a_waiting_turn_keeps_its_prefix(kit: SimpleNamespace) -> None:
+    """What a queued turn needs comes back sooner than anything that pauses: it is the last to go, not the first."""
+    world = kit.world("tenuto", device=60, host=0, disk=0, running=1)
+    prompt = words(kit, 80)
+    first = ask(world, "a", prompt)
+    for index in range(2):
+        ask(world, f"idle{index}", words(kit, 40))
+    long = SubmitTurn("long-0", "t", np.array(words(kit, 20), np.int32), Sampling(60), session="long")
+    world.submit(long)
+    back = [*prompt, *first.tokens, *words(kit, 4)]
+    turn = world.submit(SubmitTurn("back-0", "t", np.array(back, np.int32), Sampling(2), session="a"), in_s=0.05)
+    world.run()
+    cached, lost = report(turn)
+    assert cached == {"device": 81}
+    assert "capacity" not in lost
+    assert turn.done is not None
+    assert turn.done.report.queue_wait_s > 0
+
+
 # ---- who is who ----
 
 

@@ -141,7 +141,7 @@ class Core:
                     self.journal.write(
                         self.now_ns, "lease_broken", session=session.id, lease=session.lease_id, tier=TIERS[tier]
                     )
-            elif session.ended or session.lease_id:
+            elif session.ended or (session.pause is not None and session.lease_id):
                 expired = True
         if expired and not promised:
             label = "retention"

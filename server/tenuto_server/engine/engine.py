@@ -34,7 +34,7 @@ from tenuto_server.engine.hints import HintDesk
 from tenuto_server.engine.journal import Journal, Sink
 from tenuto_server.engine.plan import HintsDone, SessionsOut, StepPlan, Transfer, TurnRejected
 from tenuto_server.engine.retention import RetentionKeeper
-from tenuto_server.engine.scheduler import Scheduler
+from tenuto_server.engine.scheduler import WAITING_RATE, Scheduler
 from tenuto_server.engine.sequence import Sequence
 from tenuto_server.engine.session import Session
 from tenuto_server.policy.decision import Policy
@@ -131,7 +131,8 @@ class Engine:
         receipts = self._hints.apply(turn.tenant, turn.hints) if turn.hints is not None else ()
         if not session.active and not turn.warm:
             self._keeper.end_pause(session, turn.last_role)
-            core.cache.set_rate(session.handle, 0.0)
+            # Its turn is here: until it is admitted, nothing comes back sooner than what it needs.
+            core.cache.set_rate(session.handle, WAITING_RATE)
         if session.root != root:  # another salt: nothing of the old context can match
             core.cache.set_tip(session.handle, None)
             session.root, session.context_tokens = root, 0
@@ -192,7 +193,7 @@ class Engine:
         if session is None or session.pause is None or session.pause.told or session.active:
             return
         session.pause.kind, session.pause.tool, session.pause.program = event.kind, event.tool, event.program
-        self._keeper.evaluate(session, "inferred")
+        self._keeper.evaluate_soon(session, "inferred")
 
     def _views(self, tenant: str, name: str | None) -> tuple[SessionView, ...]:
         core = self._core

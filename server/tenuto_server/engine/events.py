@@ -37,7 +37,8 @@ class SubmitTurn:
 
     ``session`` None: the longest-prefix chain names the session. ``last_role``: role of the prompt's last message, which
     tells in hindsight what the pause before it was. ``hints`` rode on the request. ``warm``: nobody waits for an answer,
-    the prompt is only to be made ready (``sampling.max_tokens`` 0): it ends no pause and teaches nothing.
+    the prompt is only to be made ready (``sampling.max_tokens`` 0): it ends no pause and teaches nothing. ``inferred``: a
+    ``PauseInferred`` follows the answer at once, before anything else; the decision about the pause waits for it.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class SubmitTurn:
     hints: Envelope | None = None
     final: bool = False
     warm: bool = False
+    inferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from tenuto_server.engine.session import SECOND_NS, Pause, Session
 from tenuto_server.policy.decision import Retention
 
 _VALID_S_MIN = 0.02
+# Return rate (1/s) of a session whose pause has begun within this step.
+_RATE_IN_USE = 1e3
 # Share of a tier kept free by copying its least valuable blocks down before anyone asks for the room.
 _WATERMARK = 0.04
 
@@ -27,16 +29,26 @@ class RetentionKeeper:
         self._timers: list[tuple[int, int, int, int]] = []
         self._prefetches: list[tuple[int, int, int, int]] = []
         self._ticket = 0
+        self._pending: dict[int, str] = {}
         self._offloading: dict[int, None] = {}
         self._prefetching: dict[int, None] = {}
 
     # ---- pauses --------------------------------------------------------------------------------------------------
 
-    def begin_pause(self, session: Session) -> None:
-        """A turn ended and no other of its session is active: the pause starts now."""
+    def begin_pause(self, session: Session, *, wait: bool = False) -> None:
+        """A turn ended and no other of its session is active: the pause starts now. ``wait``: what it is will be told in
+        the next step; until then the session's KV counts as in use."""
         session.pause = Pause(self._core.now_ns)
         session.prefetch = ""
-        self.evaluate(session, "turn_end")
+        if wait:
+            self._core.cache.set_rate(session.handle, _RATE_IN_USE)
+            self._at(self._timers, session, 0.0)
+        else:
+            self.evaluate(session, "turn_end")
+
+    def evaluate_soon(self, session: Session, why: str) -> None:
+        """Evaluates at the end of this step's events, unless one of them does so before."""
+        self._pending[session.handle] = why
 
     def end_pause(self, session: Session, last_role: str | None) -> None:
         """The session's next turn has arrived: teaches what the pause was, settles what was promised for it."""
@@ -79,6 +91,7 @@ class RetentionKeeper:
         view = session.pause_view(core.now_ns)
         if view is None or session.active:
             return None
+        self._pending.pop(session.handle, None)
         decision = core.policy.retention(view, core.knowledge, core.system())
         session.retention = decision
         core.cache.set_rate(session.handle, decision.rate)
@@ -124,6 +137,11 @@ class RetentionKeeper:
 
     def tend(self) -> None:
         """Serves what is due: timers, prefetches, early offloads, and room kept free ahead of need."""
+        core = self._core
+        pending, self._pending = self._pending, {}
+        for handle, why in pending.items():
+            if (session := core.sessions.by_handle.get(handle)) is not None:
+                self.evaluate(session, why)
         for session in self._due(self._timers):
             self.evaluate(session, "timer")
         for session in self._due(self._prefetches):

@@ -19,6 +19,8 @@ from tenuto_server.engine.sequence import Sequence
 from tenuto_server.policy.decision import TurnView
 
 _FAILURES_MAX = 2
+# Return rate (1/s) of a session whose next turn waits to be admitted: far above what any open pause earns.
+WAITING_RATE = 100.0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +112,7 @@ class Scheduler:
         session.active -= 1
         session.turns += 1
         if not session.active:
-            self._keeper.begin_pause(session)
+            self._keeper.begin_pause(session, wait=sequence.turn.inferred and not sequence.turn.final)
             if sequence.turn.final:
                 self._keeper.end_session(session, 0.0)
 
@@ -130,6 +132,7 @@ class Scheduler:
         end = core.cache.release(table, sequence.tokens, core.now_s)
         # A preempted turn's context is in use, not paused: its tip shows what it holds.
         core.cache.set_tip(sequence.session.handle, end)
+        core.cache.set_rate(sequence.session.handle, WAITING_RATE)
         sequence.table = None
         sequence.preemptions += 1
         self.running.remove(sequence)
@@ -190,6 +193,10 @@ class Scheduler:
         if not sequence.started:
             self._account(sequence, found.cached, found.lost, found.known_tokens)
         self.running.append(sequence)
+        if not sequence.turn.warm and not any(s.session is session and s is not sequence for s in self.waiting):
+            core.cache.set_rate(
+                session.handle, 0.0
+            )  # pins keep what it uses; the rest of its old context is superseded
         self._restorer.plan(sequence)
         if not sequence.started:
             sequence.started = True
