@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ARMS = "lru,tenuto:none,tenuto"
 UNLIMITED_ARMS = ("lru@unlimited", "tenuto@unlimited")
-QUICK = WorkloadSettings(sessions=4, turns=(3, 4), brief_chars=600, human_max_s=2.0, arrival_s=0.5, answer_tokens=8)
+QUICK = WorkloadSettings(sessions=4, turns=(2, 4), brief_chars=500, human_max_s=2.0, arrival_s=0.5, answer_tokens=8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-unthrottled", action="store_true", help="leave out the runs without rate limits")
     add("--report", type=Path, default=Path("demo-report.json"), help="where the report goes")
     add("--keep", type=Path, metavar="DIR", help="keep recording, logs and journals there")
-    add("--sessions", type=int, help="agents (default: 8)")
-    add("--compression", type=float, help="human pauses are divided by it (default: 20)")
-    for tier, share in (("device", 0.4), ("host", 0.2), ("disk", 0.2)):
+    add("--sessions", type=int, help="agents (default: 12)")
+    add("--compression", type=float, help="human pauses are divided by it (default: 10)")
+    for tier, share in (("device", 0.35), ("host", 0.2), ("disk", 0.2)):
         add(f"--{tier}-fraction", type=float, default=share, help=f"{tier} KV / mean live KV (default: {share})")
     add("--threads", type=int, help="CPU threads of the model")
     return parser
@@ -126,7 +126,7 @@ class _Demo:
         say = self._console.print
         say(f"[bold]Tenuto demonstration[/bold]: {describe(self._settings)}", highlight=False)
         work = WorkFolder(self._folder / "work", self._settings.output_chars)
-        plans = make_plan(self._settings, work.sources())
+        plans = make_plan(self._settings, work.sources(slow=not self._args.quick))
         turns = sum(len(plan.steps) + 1 for plan in plans)
         with self._progress("recording", turns) as on_row:
             recorded = demo_arms.record(self._model_flags, self._folder, work, plans, self._settings, on_row)

@@ -87,23 +87,36 @@ class Recording:
 
 
 def mean_live_tokens(recording: Recording, new_tokens: Mapping[tuple[str, int], int]) -> float:
-    """Time average, over the recording, of the KV (tokens) that sessions between their start and end hold.
+    """Time average of the KV (tokens) that sessions between their start and end hold, over the time in which at least
+    half of the agents are at work: before and after it nothing is scarce.
 
     ``new_tokens``: by (session, turn), prompt tokens that nobody had computed before. A token belongs to the session that
     computed it, so that shared prefixes count once; a session's answers count, what a compaction replaced does not.
     """
-    total, end_s = 0.0, max((session.end_s for session in recording.sessions.values()), default=0.0)
+    changes: list[tuple[float, int, int]] = []  # (time, tokens more or less, agents more or less)
     for session in recording.sessions.values():
-        held, since_s, turn = 0, session.start_s, 0
+        agent = int(session.parent is None)
+        held, turn = 0, 0
+        changes.append((session.start_s, 0, agent))
         for step in session.steps:
             if isinstance(step, TurnStep):
-                total += held * (step.end_s - since_s)
-                held += new_tokens[session.id, turn] + step.output_tokens
-                since_s, turn = step.end_s, turn + 1
+                added = new_tokens[session.id, turn] + step.output_tokens
+                changes.append((step.end_s, added, 0))
+                held, turn, last_s = held + added, turn + 1, step.end_s
             elif isinstance(step, CompactionStep) and step.phase == "commit":
+                changes.append((last_s, -held, 0))
                 held = 0
-        total += held * (session.end_s - since_s)
-    return total / end_s if end_s > 0.0 else 0.0
+        changes.append((session.end_s, -held, -agent))
+    agents = sum(session.parent is None for session in recording.sessions.values())
+    total = busy_s = 0.0
+    tokens = alive = 0
+    before_s = 0.0
+    for at_s, more_tokens, more_agents in sorted(changes):
+        if 2 * alive >= agents:
+            total += tokens * (at_s - before_s)
+            busy_s += at_s - before_s
+        tokens, alive, before_s = tokens + more_tokens, alive + more_agents, at_s
+    return total / busy_s if busy_s > 0.0 else 0.0
 
 
 def longest_context(recording: Recording) -> int:

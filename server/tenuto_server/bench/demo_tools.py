@@ -119,6 +119,8 @@ for lines, path in sorted(rows, reverse=True)[:10]:
 """
 _TESTS = {"test_forecast.py": _TEST_FORECAST, "test_service.py": _TEST_SERVICE, "test_command.py": _TEST_COMMAND}
 _SCRIPTS = {"names.py": _SCRIPT_NAMES, "rate.py": _SCRIPT_RATE, "sizes.py": _SCRIPT_SIZES}
+_SLOW = ("test_forecast.py", "test_service.py", "rate.py")
+_AFTER_EDIT = "python -m pytest -q test_command.py"
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -136,7 +138,7 @@ TOOLS: list[dict[str, Any]] = [
     for name, description, fields in (
         ("bash", "Run a command in the repository and return what it printed.", {"command": "string"}),
         ("read_file", "Read some lines of a file.", {"path": "string", "line": "integer", "count": "integer"}),
-        ("edit_file", "Append a line to a file.", {"path": "string", "append": "string"}),
+        ("edit_file", "Append a line to a file and run the quick tests.", {"path": "string", "append": "string"}),
         ("task", "Have subagents look into questions side by side.", {"questions": "string"}),
     )
 ]
@@ -165,8 +167,8 @@ class WorkFolder:
             (root / name).write_text(text, "utf-8")
         (root / "pytest.ini").write_text("[pytest]\n", "utf-8")
 
-    def sources(self) -> Sources:
-        """What a plan may name."""
+    def sources(self, *, slow: bool = True) -> Sources:
+        """What a plan may name; ``slow`` False leaves out tests and scripts that take seconds."""
         files, words = [], Counter[str]()
         for path in sorted(self.root.rglob("*.py")):
             text = path.read_text("utf-8")
@@ -174,7 +176,8 @@ class WorkFolder:
                 files.append((path.relative_to(self.root).as_posix(), text.count("\n")))
                 words.update(set(re.findall(r"\b[a-z]{4,12}_[a-z]{3,12}\b", text)))
         usual = sorted(words, key=lambda word: (-words[word], word))[:_WORDS]
-        return Sources(tuple(files), tuple(_TESTS), tuple(_SCRIPTS), tuple(usual))
+        tests, scripts = (tuple(name for name in names if slow or name not in _SLOW) for names in (_TESTS, _SCRIPTS))
+        return Sources(tuple(files), tests, scripts, tuple(usual))
 
     def excerpt(self, path: str, first: int, chars: int) -> str:
         """Source lines from line ``first`` (1-based), cut at ``chars`` characters."""
@@ -190,7 +193,8 @@ class WorkFolder:
             case "read_file":
                 text = await anyio.to_thread.run_sync(self._read, given["path"], given["line"], given["count"])
             case "edit_file":
-                text = await anyio.to_thread.run_sync(self._append, given["path"], given["append"])
+                done = await anyio.to_thread.run_sync(self._append, given["path"], given["append"])
+                text = f"{done}; quick tests:\n{await self._command(_AFTER_EDIT)}"
             case other:
                 raise ValueError(f"no tool {other!r}")
         return text[: self.output_chars] or "(no output)"
