@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,7 @@ class CacheManager:
         self.tips: dict[int, _Tip] = {}
         self.private_blocks = 0
         self.copied_blocks = 0
+        self._searched: tuple[Extent, NDArray[np.int32]] | None = None
 
     # ---- a turn begins -------------------------------------------------------------------------------------------
 
@@ -122,25 +124,31 @@ class CacheManager:
         return found
 
     def _adopt_recovered(self, root: Extent, tokens: NDArray[np.int32]) -> None:
-        """Hangs blocks that a restart found on disk into the tree, as far as this prompt reaches them."""
+        """Hangs the blocks of a prompt that a restart found on disk into the tree. Those missing before and between them
+        become known as lost: what comes after is worth having without them."""
         size, recovered = self.block_tokens, self.tiers.recovered
+        if self._searched is not None and self._searched[0] is root and np.array_equal(self._searched[1], tokens):
+            return  # a turn that waits for admission asks again and again
+        self._searched = root, tokens.copy()
         match = self.tree.match(root, tokens)
-        if match.path and match.last_blocks < match.path[-1].blocks:
-            return
-        node = match.path[-1] if match.path else root
-        at, full = match.blocks, len(tokens) // size
-        parent = node.last_hash
-        slots: list[int] = []
-        while at + len(slots) < full:
-            begin = (at + len(slots)) * size
-            parent = chain(parent, tokens[begin : begin + size], size)
-            if parent not in recovered:
-                break
-            slots.append(recovered.pop(parent))
-        if slots:
-            extent = self.tree.add(node, tokens[at * size : (at + len(slots)) * size])
-            extent.slots[DISK] = np.array(slots, np.int32)
-            self.tiers.touch(extent)
+        node, at = root, match.blocks
+        if match.path:
+            node = self.tree.cut(match.path[-1], match.last_blocks)
+            self.tiers.touch(match.path[-1])
+        hashes = chain(node.last_hash, tokens[at * size : len(tokens) // size * size], size)
+        found = [recovered.pop(hashes[i : i + HASH_BYTES], -1) for i in range(0, len(hashes), HASH_BYTES)]
+        while found and found[-1] < 0:
+            found.pop()
+        for there, run in groupby(found, key=lambda slot: slot >= 0):
+            slots = list(run)
+            node = self.tree.add(node, tokens[at * size : (at + len(slots)) * size])
+            at += len(slots)
+            if there:
+                node.slots[DISK] = np.array(slots, np.int32)
+                self.tiers.touch(node)
+            else:
+                node.lost = "capacity"
+                self.tree.bury(node)
 
     # ---- while it runs -------------------------------------------------------------------------------------------
 
