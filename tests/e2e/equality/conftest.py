@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tenuto.wire import AnyAction, Envelope, Receipt
-from tenuto_server.cache.extent import DEVICE, HOST, TIERS
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
 from tenuto_server.cache.identity import RootIdentity
 from tenuto_server.cache.integrity import check
 from tenuto_server.config import CacheConfig, EngineConfig
@@ -258,15 +258,19 @@ class Lab:
                         self.cache.cut(extent, at - extent.start)
             for extent in self.cache.context(handle):
                 if first <= extent.start and extent.end <= end and name != "device":
-                    assert extent.slots[DEVICE] is not None
-                    if name is None:
-                        self.cache.tiers.drop(extent, DEVICE)
-                        continue
-                    tier, now = TIERS.index(name), self.world.now_ns
-                    assert self.cache.tiers.begin_move(extent, DEVICE, tier, "offload", now, drop_source=True)
+                    self._leave(extent, None if name is None else TIERS.index(name))
         self.world.at(self.world.now_s, None)
         self.world.run()
         self.poison()
+
+    def _leave(self, extent: Extent, tier: int | None) -> None:
+        tiers = self.cache.tiers
+        if tier is not None and extent.slots[tier] is None:
+            assert tiers.begin_move(extent, DEVICE, tier, "offload", self.world.now_ns, drop_source=True)
+            return
+        for other in (DEVICE, HOST, DISK):
+            if other != tier and extent.slots[other] is not None:
+                tiers.drop(extent, other)
 
     def poison(self) -> None:
         """Overwrites every free slot of both pools, so that nobody can live on what was lost."""
@@ -299,9 +303,9 @@ class Lab:
         if self.closed:
             return
         self.closed = True
+        self.executor.close()
         assert not self.cache.tables
         assert (self.cache.private_blocks, self.cache.tiers.pinned_device_blocks) == (0, 0)
-        self.executor.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tenuto_server.cache.identity import chain
 from tenuto_server.model.toy import toy_config, toy_digest, toy_weights
 from tenuto_server.model.transformer import Transformer
 
@@ -92,3 +94,34 @@ def test_another_tenant_or_salt(labs: Any, kit: Any, written: Any) -> None:
         assert turn.done.report.cached == {}
         assert lab.verdict.same(PROMPT, turn.tokens, COUNT)
     assert lab.ask("a", PROMPT, COUNT).done.report.cached == {"disk": FULL}
+
+
+def test_a_restart_finds_what_lies_behind_a_hole(labs: Any, kit: Any, written: Any) -> None:
+    """The front of a prompt is the last to leave memory, so a crash leaves directories that lack it."""
+    model, folder = written
+    lab = labs(kit.Verdict(kit.Reference(model)), model, folder)
+    hashes = chain(lab.identity.root("t"), np.array(PROMPT, np.int32), kit.BLOCK)
+    slot_of = dict(zip(*lab.executor.disk.recovered(), strict=True))
+    lab.executor.disk.forget([slot_of[hashes[16 * block : 16 * block + 16]] for block in (0, 1, 5)])
+    left = len(lab.executor.disk.recovered()[0])
+    lab.close()
+    report, again = ask(labs, kit, model, folder)
+    assert again.count("disk_blocks_recovered_total") == left == len(slot_of) - 3
+    assert report.cached == {"disk": FULL - 3 * kit.BLOCK}
+    assert report.recomputed == {"capacity": 3 * kit.BLOCK, "cold": len(PROMPT) - FULL}
+
+
+def test_a_restart_finds_branches(labs: Any, kit: Any, load: Any, tmp_path: Path) -> None:
+    """Agents share their first messages: the second to return finds its own blocks below those of the first."""
+    model = load("toy", "fp32", True)
+    prompts = {name: [*PROMPT[:100], *range(seed, seed + 60)] for name, seed in (("a", 10), ("b", 200), ("c", 400))}
+    lab = labs(kit.Verdict(kit.Reference(model), bitwise=True), model, tmp_path)
+    for name, prompt in prompts.items():
+        lab.ask(name, prompt, COUNT)
+        lab.place(name, (0, 99, "disk"))
+    lab.close()
+    lab = labs(kit.Verdict(kit.Reference(model), bitwise=True), model, tmp_path)
+    for name, prompt in prompts.items():
+        report = lab.ask(name, prompt, COUNT).done.report
+        assert sum(report.cached.values()) >= len(prompt) // kit.BLOCK * kit.BLOCK - kit.BLOCK, name
+        assert report.cached["disk"] >= 32, name
