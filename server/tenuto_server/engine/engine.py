@@ -220,7 +220,8 @@ class Engine:
             core.costs.saw_transfer(max(move.src, move.dst), move.blocks, event.elapsed_ns / 1e9)
         else:
             core.count("transfers_failed", label=f"{TIERS[move.src]}>{TIERS[move.dst]}")
-            core.count("corrupt_blocks", len(event.bad), TIERS[move.src])
+            if move.src != DEVICE:  # what was computed here is never in doubt: then the copy could not be written
+                core.count("corrupt_blocks", len(event.bad), TIERS[move.src])
             core.journal.write(
                 core.now_ns,
                 "transfer_failed",

@@ -42,7 +42,7 @@ class RetentionKeeper:
         session.prefetch = ""
         if wait:
             self._core.cache.set_rate(session.handle, _RATE_IN_USE)
-            self._at(self._timers, session, 0.0)
+            self._at(self._timers, session, 1e-9)
         else:
             self.evaluate(session, "turn_end")
 

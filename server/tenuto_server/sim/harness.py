@@ -132,6 +132,7 @@ class Harness:
             Sampling(self.answer_units(request), ignore_eos=True),
             session=line.name,
             parent=line.parent if previous is None else None,
+            inferred=True,
             last_role=None if previous is None else "user" if previous.pause == "human" else "tool",
         )
         sent_s = self.world.now_ns / 1e9 + in_s
