@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ARMS = "lru,tenuto:none,tenuto"
 UNLIMITED_ARMS = ("lru@unlimited", "tenuto@unlimited")
-QUICK = WorkloadSettings(sessions=4, turns=(2, 4), brief_chars=500, human_max_s=2.0, arrival_s=0.5, answer_tokens=8)
+QUICK = WorkloadSettings(agents=4, tasks=1, turns=(2, 4), brief_chars=500, human_max_s=2.0, arrival_s=0.3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-unthrottled", action="store_true", help="leave out the runs without rate limits")
     add("--report", type=Path, default=Path("demo-report.json"), help="where the report goes")
     add("--keep", type=Path, metavar="DIR", help="keep recording, logs and journals there")
-    add("--sessions", type=int, help="agents (default: 12)")
+    add("--agents", type=int, help="agents at work side by side (default: 12)")
     add("--compression", type=float, help="human pauses are divided by it (default: 10)")
     for tier, share in (("device", 0.35), ("host", 0.2), ("disk", 0.2)):
         add(f"--{tier}-fraction", type=float, default=share, help=f"{tier} KV / mean live KV (default: {share})")
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:
-    return {"sessions": args.sessions, "compression": args.compression}
+    return {"agents": args.agents, "compression": args.compression}
 
 
 @contextmanager
@@ -127,7 +127,7 @@ class _Demo:
         say(f"[bold]Tenuto demonstration[/bold]: {describe(self._settings)}", highlight=False)
         work = WorkFolder(self._folder / "work", self._settings.output_chars)
         plans = make_plan(self._settings, work.sources(slow=not self._args.quick))
-        turns = sum(len(plan.steps) + 1 for plan in plans)
+        turns = sum(len(session.steps) + 1 for plan in plans for session in plan.sessions)
         with self._progress("recording", turns) as on_row:
             recorded = demo_arms.record(self._model_flags, self._folder, work, plans, self._settings, on_row)
         recording = load_recording(self._folder / "recording.jsonl")

@@ -24,7 +24,7 @@ from tenuto_server.bench.demo_server import ServerProcess, counted
 from tenuto_server.bench.demo_tools import WorkFolder
 from tenuto_server.bench.demo_turns import GREEDY, TurnLog
 from tenuto_server.bench.report import Summary, TurnRow, summarise
-from tenuto_server.bench.workload import SessionPlan, WorkloadSettings
+from tenuto_server.bench.workload import AgentPlan, WorkloadSettings
 
 AMPLE_BYTES = 1 << 30
 PROBE_TOKENS = 500
@@ -33,6 +33,8 @@ DISK_TO_PREFILL = 6.0
 """Rate limits of the tiers, as multiples of the speed at which prefill makes KV: the middle of what PCIe 5 and NVMe give
 against 7B to 32B models on one GPU (20 to 40, and 4 to 8; derived in docs/benchmarks.md)."""
 _SETTLE_S = 0.5
+TURN_LIMIT_S = 180.0
+"""A turn that has not begun to answer by then never will: the demonstration ends with an error instead of waiting."""
 
 OnRow = Callable[[TurnRow], None]
 
@@ -128,7 +130,7 @@ def record(
     model_flags: list[str],
     folder: Path,
     work: WorkFolder,
-    plans: list[SessionPlan],
+    plans: list[AgentPlan],
     settings: WorkloadSettings,
     on_row: OnRow,
 ) -> Recorded:
@@ -143,9 +145,11 @@ def record(
             recorder = tenuto.Recorder(folder / "recording.jsonl", content=True)
             history = tenuto.PauseForecaster(folder / "history.json")
             with recorder:
-                async with tenuto.connect(server.url, forecaster=history, recorder=recorder) as client:
+                async with tenuto.connect(
+                    server.url, forecaster=history, recorder=recorder, timeout=TURN_LIMIT_S
+                ) as client:
                     passing = RecordingPass(client, work, log, settings.answer_tokens)
-                    await passing.run(plans, settings.brief_chars)
+                    await passing.run(plans, settings)
 
         began = time.monotonic()
         anyio.run(run)
@@ -177,7 +181,7 @@ def replay(
 
         async def run() -> None:
             with _hints(arm.hints):
-                client = tenuto.connect(server.url, forecaster=tenuto.PauseForecaster(history))
+                client = tenuto.connect(server.url, forecaster=tenuto.PauseForecaster(history), timeout=TURN_LIMIT_S)
             async with client:
                 await ReplayPass(client, recording, log).run()
                 await anyio.to_thread.run_sync(client.hints.flush)

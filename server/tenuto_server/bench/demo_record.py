@@ -16,12 +16,13 @@ import tenuto
 from tenuto_server.bench.demo_tools import TOOLS, WorkFolder
 from tenuto_server.bench.demo_turns import TurnLog
 from tenuto_server.bench.workload import (
+    AgentPlan,
     CompactStep,
     ForkStep,
     PersonStep,
-    SessionPlan,
     Step,
     ToolStep,
+    WorkloadSettings,
 )
 
 SYSTEM = (
@@ -43,22 +44,25 @@ class RecordingPass:
         self._log = log
         self._request: dict[str, Any] = {"max_tokens": answer_tokens, "tools": TOOLS}
 
-    async def run(self, plans: Sequence[SessionPlan], brief_chars: int) -> None:
+    async def run(self, plans: Sequence[AgentPlan], settings: WorkloadSettings) -> None:
         """All agents, to their ends."""
         async with anyio.create_task_group() as tasks:
             for plan in plans:
-                tasks.start_soon(self._agent, plan, brief_chars)
+                tasks.start_soon(self._agent, plan, settings)
 
-    async def _agent(self, plan: SessionPlan, brief_chars: int) -> None:
+    async def _agent(self, plan: AgentPlan, settings: WorkloadSettings) -> None:
         await anyio.sleep(plan.start_s)
-        path, first = plan.brief
-        excerpt = self._folder.excerpt(path, first, brief_chars)
-        messages: Messages = [
-            tenuto.system(SYSTEM),
-            tenuto.user(f"{plan.task}\n\nFrom {path}, line {first}:\n{excerpt}"),
-        ]
-        async with self._client.session(plan.id, agent="coder") as session:
-            await self._work(session, messages, plan.steps, "start")
+        for number, task in enumerate(plan.sessions):
+            if number:
+                await anyio.sleep(settings.between_s)
+            path, first = task.brief
+            excerpt = self._folder.excerpt(path, first, settings.brief_chars)
+            messages: Messages = [
+                tenuto.system(SYSTEM),
+                tenuto.user(f"{task.task}\n\nFrom {path}, line {first}:\n{excerpt}"),
+            ]
+            async with self._client.session(task.id, agent=plan.name) as session:
+                await self._work(session, messages, task.steps, "start")
 
     async def _work(
         self, session: tenuto.AsyncSession, messages: Messages, steps: Sequence[Step], after: str

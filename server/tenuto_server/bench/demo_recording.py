@@ -81,6 +81,15 @@ class Recording:
     sessions: dict[str, RecordedSession]
 
     @property
+    def agents(self) -> dict[str, list[RecordedSession]]:
+        """The sessions that were not forked, by agent, in order."""
+        found: dict[str, list[RecordedSession]] = {}
+        for session in self.sessions.values():
+            if session.parent is None:
+                found.setdefault(session.agent or session.id, []).append(session)
+        return found
+
+    @property
     def turns(self) -> int:
         """Requests of all sessions."""
         return sum(session.turns for session in self.sessions.values())
@@ -88,7 +97,7 @@ class Recording:
 
 def mean_live_tokens(recording: Recording, new_tokens: Mapping[tuple[str, int], int]) -> float:
     """Time average of the KV (tokens) that sessions between their start and end hold, over the time in which at least
-    half of the agents are at work: before and after it nothing is scarce.
+    half of the agents are in a session: before and after it nothing is scarce.
 
     ``new_tokens``: by (session, turn), prompt tokens that nobody had computed before. A token belongs to the session that
     computed it, so that shared prefixes count once; a session's answers count, what a compaction replaced does not.
@@ -107,7 +116,7 @@ def mean_live_tokens(recording: Recording, new_tokens: Mapping[tuple[str, int], 
                 changes.append((last_s, -held, 0))
                 held = 0
         changes.append((session.end_s, -held, -agent))
-    agents = sum(session.parent is None for session in recording.sessions.values())
+    agents = len(recording.agents)
     total = busy_s = 0.0
     tokens = alive = 0
     before_s = 0.0

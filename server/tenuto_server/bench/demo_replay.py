@@ -8,6 +8,7 @@ begins, so a slow server delays them as it would in life.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -28,14 +29,17 @@ class ReplayPass:
     async def run(self) -> None:
         """All sessions, to their ends."""
         async with anyio.create_task_group() as tasks:
-            for recorded in self._recording.sessions.values():
-                if recorded.parent is None:
-                    tasks.start_soon(self._agent, recorded)
+            for sessions in self._recording.agents.values():
+                tasks.start_soon(self._agent, sessions)
 
-    async def _agent(self, recorded: RecordedSession) -> None:
-        await anyio.sleep(recorded.start_s)
-        async with self._client.session(recorded.id, agent=recorded.agent) as session:
-            await self._play(session, recorded, "start")
+    async def _agent(self, sessions: Sequence[RecordedSession]) -> None:
+        """An agent's sessions one after the other, each as long after the one before it as in the recording."""
+        ended_s = 0.0
+        for recorded in sessions:
+            await anyio.sleep(max(0.0, recorded.start_s - ended_s))
+            async with self._client.session(recorded.id, agent=recorded.agent) as session:
+                await self._play(session, recorded, "start")
+            ended_s = recorded.end_s
 
     async def _play(self, session: tenuto.AsyncSession, recorded: RecordedSession, after: str) -> None:
         messages: list[dict[str, Any]] = []

@@ -42,23 +42,27 @@ Glob. Programs that make no sense in a copied folder (git, pip, the network) are
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSettings:
-    """Sizes, chosen for a machine that prefills 500 to 600 tokens a second: a pass then takes about 40 s, a turn whose KV
+    """Sizes, chosen for a machine that prefills 500 to 600 tokens a second: a pass then takes about 45 s, a turn whose KV
     is at hand about 0.3 s, and the device, which must hold the longest context, can be a third of the mean live KV.
 
-    ``turns``: fewest and most turns of a session. ``brief_chars``: size of the source excerpt that comes with a task.
+    ``agents``: at work side by side, each on ``tasks`` sessions one after the other, so that sessions begin and end all
+    the time. ``turns``: fewest and most turns of a session. ``brief_chars``: size of the source excerpt that comes with a task.
     ``output_chars``: cut of a tool's output. ``compression``: human pauses are divided by it, then cut at
-    ``human_max_s``; tools take what they take. ``arrival_s``: mean time between the starts of sessions (exponential).
+    ``human_max_s``; tools take what they take. ``arrival_s``: mean time between the starts of agents (exponential);
+    ``between_s``: from the end of an agent's session to its next.
     """
 
     seed: int = 1
-    sessions: int = 12
-    turns: tuple[int, int] = (4, 6)
+    agents: int = 12
+    tasks: int = 2
+    turns: tuple[int, int] = (3, 4)
     brief_chars: int = 700
     output_chars: int = 120
     answer_tokens: int = 6
     compression: float = 10.0
-    human_max_s: float = 20.0
-    arrival_s: float = 1.5
+    human_max_s: float = 12.0
+    arrival_s: float = 0.8
+    between_s: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +100,21 @@ Step: TypeAlias = ToolStep | PersonStep | ForkStep | CompactStep
 
 @dataclass(frozen=True, slots=True)
 class SessionPlan:
-    """One agent: when it starts, what it is asked, and what follows each of its turns but the last."""
+    """One session of an agent: what it is asked, and what follows each of its turns but the last."""
 
     id: str
-    start_s: float
     task: str
     brief: tuple[str, int]  # file and first line of the excerpt that comes with the task
     steps: tuple[Step, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPlan:
+    """One agent: when it starts (seconds), and its sessions in order."""
+
+    name: str
+    start_s: float
+    sessions: tuple[SessionPlan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,30 +165,32 @@ def human_pause_s(share: float, settings: WorkloadSettings) -> float:
     return min(seconds / settings.compression, settings.human_max_s)
 
 
-def make_plan(settings: WorkloadSettings, sources: Sources) -> list[SessionPlan]:
-    """The plan of every session; the same settings and sources give the same plan.
+def make_plan(settings: WorkloadSettings, sources: Sources) -> list[AgentPlan]:
+    """The plan of every agent; the same settings and sources give the same plan.
 
-    The first session forks in its middle, the second compacts in its middle, the last one ends after half its turns.
+    The first agent's first session forks in its middle, the second agent's compacts in its middle, the last agent's ends
+    after one turn.
     """
     chance = random.Random(settings.seed)
-    plans, start_s = [], 0.0
-    for number in range(settings.sessions):
-        turns = chance.randint(*settings.turns)
-        steps: list[Step] = [_step(chance, settings, sources) for _ in range(turns - 1)]
-        middle = len(steps) // 2
-        if number == 0:
-            questions = tuple((question, _tool(chance, sources)) for question in _QUESTIONS)
-            steps.insert(middle, ForkStep(questions))
-        elif number == 1:
-            steps.insert(middle + 1, CompactStep())
-        elif number == settings.sessions - 1:
-            del steps[middle:]
-        task = _TASKS[number % len(_TASKS)]
-        path, lines = chance.choice(_long(sources.files))
-        brief = (path, 1 + chance.randrange(max(1, lines - 80)))
-        plans.append(SessionPlan(f"agent-{number + 1}", round(start_s, 3), task, brief, tuple(steps)))
+    agents, start_s = [], 0.0
+    for number in range(settings.agents):
+        sessions = []
+        for task in range(settings.tasks):
+            steps: list[Step] = [_step(chance, settings, sources) for _ in range(chance.randint(*settings.turns) - 1)]
+            middle = len(steps) // 2
+            if task == 0 and number == 0:
+                steps.insert(middle, ForkStep(tuple((question, _tool(chance, sources)) for question in _QUESTIONS)))
+            elif task == 0 and number == 1:
+                steps.insert(middle + 1, CompactStep())
+            elif task == 0 and number == settings.agents - 1:
+                steps = []
+            path, lines = chance.choice(_long(sources.files))
+            brief = (path, 1 + chance.randrange(max(1, lines - 80)))
+            name = f"agent-{number + 1}.{task + 1}"
+            sessions.append(SessionPlan(name, _TASKS[chance.randrange(len(_TASKS))], brief, tuple(steps)))
+        agents.append(AgentPlan(f"coder-{number + 1}", round(start_s, 3), tuple(sessions)))
         start_s += chance.expovariate(1.0 / settings.arrival_s)
-    return plans
+    return agents
 
 
 def _long(files: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -214,10 +228,10 @@ def describe(settings: WorkloadSettings) -> str:
     """The parameters and where they come from, for people."""
     low, high = settings.turns
     return (
-        f"{settings.sessions} agents of {low} to {high} turns (seed {settings.seed}), starting {settings.arrival_s:g} s "
-        f"apart on average; {HUMAN_SHARE:.1%} of their pauses wait for a person (KVCT), the others for tools in the "
-        f"proportions of AgentCgroup. Tools really run and take what they take. Human pauses are drawn from KVCT's "
-        f"quantiles (median 117 s), divided by {settings.compression:g} and cut at {settings.human_max_s:g} s. "
-        f"Which tool runs next is drawn, since the model is too small to choose; answers are its own, "
-        f"{settings.answer_tokens} tokens each, greedy."
+        f"{settings.agents} agents with {settings.tasks} sessions of {low} to {high} turns each (seed {settings.seed}), "
+        f"starting {settings.arrival_s:g} s apart on average; {HUMAN_SHARE:.1%} of their pauses wait for a person (KVCT), "
+        f"the others for tools in the proportions of AgentCgroup. Tools really run and take what they take. Human pauses "
+        f"are drawn from KVCT's quantiles (median 117 s), divided by {settings.compression:g} and cut at "
+        f"{settings.human_max_s:g} s. Which tool runs next is drawn, since the model is too small to choose; answers are "
+        f"its own, {settings.answer_tokens} tokens each, greedy."
     )

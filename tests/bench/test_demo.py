@@ -1,0 +1,70 @@
+"""The demonstration end to end, on the toy model: real server processes, real tools, the report it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tenuto_server.bench.demo import main
+from tenuto_server.bench.demo_arms import Recorded, parse_arm, size_tiers
+
+
+def test_arms_by_name() -> None:
+    assert (parse_arm("tenuto").policy, parse_arm("tenuto").hints, parse_arm("tenuto").limited) == (
+        "tenuto",
+        True,
+        True,
+    )
+    assert not parse_arm("tenuto:none").hints
+    assert not parse_arm("lru@unlimited").limited
+    assert parse_arm("ttl:30").policy == "ttl:30"
+    with pytest.raises(ValueError, match="cannot read the arm"):
+        parse_arm("lru@fast")
+    assert main(["--arms", "lru@fast"]) == 2
+
+
+def test_tiers_are_shares_of_the_live_kv() -> None:
+    recorded = Recorded((), {}, token_bytes=1000, prefill_tokens_per_s=500.0, wall_s=1.0)
+    sizes = size_tiers(recorded, 10_000.0, 1_500, (0.35, 0.2, 0.1))
+    assert (sizes.device_bytes, sizes.host_bytes, sizes.disk_bytes) == (3_500_000, 2_000_000, 1_000_000)
+    # Prefill makes 500 kB of KV a second; 30 and 6 times that.
+    assert (sizes.host_bandwidth, sizes.disk_bandwidth) == (15_000_000, 3_000_000)
+    # A device that cannot hold the longest context could not serve it: 1500 tokens and eight blocks.
+    assert size_tiers(recorded, 2_000.0, 1_500, (0.35, 0.2, 0.1)).device_bytes == 1_628_000
+
+
+@pytest.mark.slow
+def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report_path = tmp_path / "report.json"
+    arguments = ["--model", "toy", "--quick", "--seed", "2", "--agents", "3", "--arms", "lru,tenuto"]
+    assert main([*arguments, "--report", str(report_path), "--keep", str(tmp_path / "kept")]) == 0
+    shown = capsys.readouterr().out
+    assert str(report_path) in shown
+    assert "tokens prefilled" in shown
+    assert "tenuto / lru" in shown
+
+    report = json.loads(report_path.read_text())
+    assert [arm["name"] for arm in report["arms"]] == ["lru", "tenuto"]
+    recorded = {(row["session"], row["turn"]): row for row in report["recording"]["rows"]}
+    sizes = report["sizes"]
+    for arm in report["arms"]:
+        rows = {(row["session"], row["turn"]): row for row in arm["rows"]}
+        assert rows.keys() == recorded.keys()
+        for key, row in rows.items():
+            assert row["prompt_tokens"] == recorded[key]["prompt_tokens"]
+            assert row["ttft_s"] > 0.0
+        # The server's own count of prefill agrees with what the turns show, unless a turn was preempted or warmed.
+        assert arm["summary"]["prefilled_tokens"] >= sum(
+            row["prompt_tokens"] - sum(row["cached"].values()) for row in arm["rows"]
+        )
+        assert arm["command"][arm["command"].index("--device-bytes") + 1] == str(sizes["device_bytes"])
+        assert arm["command"][arm["command"].index("--host-bandwidth") + 1] == str(sizes["host_bandwidth"])
+        assert not Path(arm["command"][arm["command"].index("--disk-dir") + 1]).exists()
+    lru, tenuto = report["arms"]
+    assert lru["hints_sent"]["sent"] + lru["hints_sent"]["carried"] == 0
+    assert tenuto["hints_sent"]["receipts"].get("accepted", 0) > 0
+    assert tenuto["summary"]["counters"]["leases_granted"] > 0
+    journal = (tmp_path / "kept" / "tenuto" / "journal.jsonl").read_text().splitlines()
+    assert {"retention", "admit", "turn_end"} <= {json.loads(line)["kind"] for line in journal}
