@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tenuto.wire import PauseKind
-from tenuto_server.policy.views import CostView, SystemView, TierView
+from tenuto_server.policy.views import CostView, History, SystemView, TierView
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Known:
     lengths: dict[PauseKind, tuple[float, ...]]
     returns: dict[PauseKind, float] = field(default_factory=dict)
     trusts: tuple[float, float, float] = (0.8, 0.0, 1.0)
+    seen: dict[tuple[PauseKind, str | None], History] = field(default_factory=dict)
 
     def quantiles(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, ...]:
         return self.lengths[kind]
@@ -26,6 +27,9 @@ class Known:
 
     def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
         return self.trusts
+
+    def history(self, tenant: str, kind: PauseKind, key: str | None) -> History:
+        return self.seen.get((kind, key), History())
 
 
 SYSTEM = SystemView(

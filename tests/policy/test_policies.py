@@ -11,7 +11,7 @@ from tenuto_server.policy import POLICY_NAMES, PauseStats, Policy, make_policy
 from tenuto_server.policy.decision import TurnView
 from tenuto_server.policy.views import ExtentView, PauseView, SystemView
 
-NAMES = ("tenuto", "tenuto:none", "lru", "ttl:300", "class-ttl")
+NAMES = tuple(name.replace("<seconds>", "300") for name in POLICY_NAMES)
 STATS = PauseStats()
 
 
@@ -19,7 +19,7 @@ STATS = PauseStats()
 def test_every_name_makes_its_policy(name: str, system: SystemView) -> None:
     policy: Policy = make_policy(name)
     assert policy.name == name
-    assert policy.hears_hints == (name == "tenuto")
+    assert policy.hears_hints == (name in ("tenuto", "tokencake", "kvflow"))
     found = policy.retention(PauseView("t", "tool", None, 1.0, context_tokens=160), STATS, system)
     assert found.rate >= 0.0
     assert policy.split(0, 10, "host", system) in range(11)

@@ -48,6 +48,7 @@ class Residency:
         self.dropped_blocks: dict[LostLabel, int] = {"retention": 0, "capacity": 0}
         self.corrupt_blocks: dict[str, int] = dict.fromkeys(TIERS, 0)
         self.failed_moves = 0
+        self.evicted_priority = [0.0, 0.0, 0.0]
         self.pinned_device_blocks = 0
         self._tree = tree
         self.patience_ns = int(patience_s * 1e9)
@@ -134,6 +135,7 @@ class Residency:
             lowest = self._lowest(tier)
             if lowest is None or (ceiling is not None and lowest[0] >= ceiling):
                 break
+            self.evicted_priority[tier] = lowest[0]
             wanted = need - pool.free - (0 if drop else coming)
             victim = self._trim(lowest[1], wanted, drop or tier == self._lowest_tier)
             if any(victim.slots[lower] is not None for lower in range(tier + 1, 3)):

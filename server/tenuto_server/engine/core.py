@@ -20,6 +20,7 @@ from tenuto_server.policy.views import CostView, ExtentView, SystemView, TierVie
 
 # A lost extent can have many sessions below it; beyond this many nodes the label is decided by those looked at.
 _LABEL_NODES_MAX = 256
+_ON = tuple(tuple(tier for at, tier in enumerate(TIERS) if bits >> at & 1) for bits in range(8))
 
 
 class Core:
@@ -39,6 +40,7 @@ class Core:
         self.labelled: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.writable = {DEVICE: True, HOST: True, DISK: True}
         self._system: SystemView | None = None
+        self._system_before: SystemView | None = None
 
     @property
     def now_s(self) -> float:
@@ -48,7 +50,8 @@ class Core:
     def begin_step(self, now_ns: int) -> None:
         """Time moves (never backwards); views are built afresh."""
         self.now_ns = max(self.now_ns, now_ns)
-        self._system = None
+        if self._system is not None:
+            self._system, self._system_before = None, self._system
         self.outputs = []
 
     def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
@@ -84,6 +87,7 @@ class Core:
                     pools[tier].free,
                     self.cache.tiers.price(tier),
                     self.costs.load_s_per_block(tier),
+                    self.cache.tiers.evicted_priority[tier],
                 )
                 for tier in (DEVICE, HOST, DISK)
                 if pools[tier].capacity and self.writable[tier]
@@ -103,6 +107,7 @@ class Core:
 
     def view(self, extent: Extent) -> ExtentView:
         """An extent as a policy sees it."""
+        device, host, disk = extent.slots
         return ExtentView(
             extent.start * self.config.cache.block_tokens,
             extent.blocks,
@@ -110,13 +115,15 @@ class Core:
             extent.rate / RATE_PARTS,
             extent.last_used_s,
             extent.uses,
-            tuple(TIERS[tier] for tier, slots in enumerate(extent.slots) if slots is not None),
+            _ON[(device is not None) + 2 * (host is not None) + 4 * (disk is not None)],
         )
 
     # ---- doors ---------------------------------------------------------------------------------------------------
 
     def _priority(self, extent: Extent, tier: int) -> float:
-        return self.policy.priority(self.view(extent), TIERS[tier], self.system())
+        # Prices follow from priorities: while this step's are being worked out, the last step's view serves.
+        system = self._system or self._system_before or self.system()
+        return self.policy.priority(self.view(extent), TIERS[tier], system)
 
     def _below(self, extent: Extent, tier: int) -> int | None:
         name = self.policy.keep_below(self.view(extent), TIERS[tier], self.system())

@@ -38,6 +38,7 @@ class RetentionKeeper:
     def begin_pause(self, session: Session, *, wait: bool = False) -> None:
         """A turn ended and no other of its session is active: the pause starts now. ``wait``: what it is will be told in
         the next step; until then the session's KV counts as in use."""
+        session.turn_over(self._core.now_ns)
         session.pause = Pause(self._core.now_ns)
         session.prefetch = ""
         if wait:
@@ -53,12 +54,13 @@ class RetentionKeeper:
     def end_pause(self, session: Session, last_role: str | None) -> None:
         """The session's next turn has arrived: teaches what the pause was, settles what was promised for it."""
         core, pause = self._core, session.pause
+        session.turn_began_ns, session.last_pause_s = core.now_ns, 0.0
         if pause is None:
             return
         kind = pause.kind
         if kind == "unknown" and last_role is not None:
             kind = "tool" if last_role in ("tool", "function") else "human"
-        elapsed = pause.elapsed_s(core.now_ns)
+        elapsed = session.last_pause_s = pause.elapsed_s(core.now_ns)
         core.knowledge.observe(session.tenant, kind, pause.key, elapsed, pause.said, pause.said_at_s)
         session.kinds[kind] = session.kinds.get(kind, 0) + 1
         core.count("pauses", label=kind)

@@ -11,10 +11,12 @@ from typing import Literal, TypeAlias
 
 from tenuto.wire import CacheReport, Forecast, Lease, PauseKind, SessionView
 from tenuto_server.policy.decision import Retention
-from tenuto_server.policy.views import PauseView
+from tenuto_server.policy.views import Cycle, PauseView
 
 State: TypeAlias = Literal["new", "waiting", "running", "paused", "ended"]
 SECOND_NS = 1_000_000_000
+RECENT_MAX = 8
+"""Pauses of a session that a policy may look back on."""
 
 
 @dataclass(slots=True)
@@ -79,6 +81,9 @@ class Session:
     compacting: bool = False
     pause: Pause | None = None
     kinds: dict[PauseKind, int] = field(default_factory=dict)
+    recent: tuple[Cycle, ...] = ()
+    last_pause_s: float = 0.0
+    turn_began_ns: int | None = None
     retention: Retention | None = None
     lease_until_ns: int = 0
     lease_tokens: int = 0
@@ -96,6 +101,12 @@ class Session:
         if self.ended:
             return "ended"
         return "paused" if self.pause is not None else "new"
+
+    def turn_over(self, now_ns: int) -> None:
+        """Its last active turn has ended: files the pause before it and how long the turn took."""
+        began_ns = self.turn_began_ns if self.turn_began_ns is not None else now_ns
+        cycle = Cycle(self.last_pause_s, (now_ns - began_ns) / SECOND_NS)
+        self.recent = (*self.recent[1 - RECENT_MAX :], cycle)
 
     def leased(self, now_ns: int) -> bool:
         """It holds a lease that is still running and unbroken."""
@@ -129,6 +140,7 @@ class Session:
             attended=self.attended,
             turns=self.turns,
             context_tokens=self.context_tokens,
+            recent=self.recent,
         )
 
 

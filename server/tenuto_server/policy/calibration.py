@@ -14,6 +14,7 @@ from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.histogram import BIN_LOG_WIDTH, BINS, Histogram, bin_of, masses_of, quantiles_of
 from tenuto_server.policy.index import LogNormal
 from tenuto_server.policy.priors import KINDS, LENGTH, P_RETURN
+from tenuto_server.policy.views import History
 
 QUANTILES = 64
 # Shrinkage: how many observations the level above counts for. Keys: 5 pseudo-calls (the optimum on AgentCgroup's
@@ -87,7 +88,7 @@ class Score:
 class _Node:
     """What one level has seen: lengths, ends, and the quantiles last derived (valid for ``stamp``)."""
 
-    __slots__ = ("ended", "lengths", "quantiles", "returned", "score", "stamp")
+    __slots__ = ("ended", "ewma_s", "lengths", "mean_s", "n", "quantiles", "returned", "score", "stamp")
 
     def __init__(self, cap: float) -> None:
         self.lengths = Histogram(cap)
@@ -96,6 +97,15 @@ class _Node:
         self.score: Score | None = None
         self.quantiles: tuple[float, ...] = ()
         self.stamp: tuple[int, ...] = ()
+        self.n = 0
+        self.mean_s = self.ewma_s = 0.0
+
+    def add(self, length_s: float) -> None:
+        """A pause of this length was observed."""
+        self.lengths.add(length_s)
+        self.n += 1
+        self.mean_s += (length_s - self.mean_s) / self.n
+        self.ewma_s = length_s if self.n == 1 else 0.5 * (self.ewma_s + length_s)
 
     def count(self, returned: bool, cap: float) -> None:
         if returned:
@@ -148,6 +158,11 @@ class PauseStats:
         score = self._score_of(tenant, kind, key)
         return score.trust() if score else Score().trust()
 
+    def history(self, tenant: str, kind: PauseKind, key: str | None) -> History:
+        """See ``PauseKnowledge``."""
+        node = self._tenants.get((tenant, kind)) if key is None else self._keys.get((tenant, kind, key))
+        return History(node.n, node.mean_s, node.ewma_s) if node is not None else History()
+
     # --- what the engine teaches ---
 
     def observe(
@@ -166,7 +181,7 @@ class PauseStats:
         key_node, tenant_node = self._nodes(tenant, kind, key)
         for node, cap in ((self._kinds[kind], _CAP_KIND), (tenant_node, _CAP_TENANT), (key_node, _CAP_KEY)):
             if node is not None:
-                node.lengths.add(length_s)
+                node.add(length_s)
                 node.count(True, cap)
 
     def observe_censored(

@@ -12,6 +12,23 @@ TierName: TypeAlias = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
+class Cycle:
+    """A pause that ended and the turn after it, both in seconds."""
+
+    pause_s: float
+    turn_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """``n`` observed pauses of one tenant, kind and key, their plain mean and their EWMA (alpha 0.5); 0 before any."""
+
+    n: int = 0
+    mean_s: float = 0.0
+    ewma_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PauseView:
     """One paused session. ``elapsed_s``: seconds since its turn ended.
 
@@ -19,7 +36,8 @@ class PauseView:
     out to be of each kind. ``forecast`` was given ``forecast_at_s`` seconds into the pause and counts from there.
     ``resume_at_s``: the harness said that the return comes at this elapsed time. ``alive_until_s``: keepalives vouch for
     the session until this elapsed time. ``end_keep_s``: the harness ended the session but asked to keep it until this
-    elapsed time (0 when not at all); None when it did not end.
+    elapsed time (0 when not at all); None when it did not end. ``recent``: the session's last pauses of any kind, oldest
+    first, a handful.
     """
 
     tenant: str
@@ -35,18 +53,21 @@ class PauseView:
     attended: bool = True
     turns: int = 0
     context_tokens: int = 0
+    recent: tuple[Cycle, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TierView:
     """One tier. ``price``: lowest index held while it is full, 0 while it has room (index units: seconds of saved work
-    per byte and second). ``load_s_per_block``: seconds to bring one block from here to the device (0 for the device)."""
+    per byte and second). ``load_s_per_block``: seconds to bring one block from here to the device (0 for the device).
+    ``evicted``: the priority of what was evicted last."""
 
     tier: TierName
     capacity_blocks: int
     free_blocks: int
     price: float
     load_s_per_block: float
+    evicted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +129,8 @@ class PauseKnowledge(Protocol):
     def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
         """Calibration of the client's forecasts: (weight 0..1 of the forecast against the empirical distribution,
         log-shift to add to its median, factor on its log-spread)."""
+        ...
+
+    def history(self, tenant: str, kind: PauseKind, key: str | None) -> History:
+        """Plain figures of the pauses observed under exactly that key (None: under the kind)."""
         ...
