@@ -229,6 +229,11 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def server_class() -> type[Server]:
+    return Server
+
+
+@pytest.fixture(scope="session")
 def tools() -> SimpleNamespace:
     """What tests need beside a server."""
     return SimpleNamespace(eventually=eventually)
