@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,9 @@ class RootIdentity:
 
     def root(self, tenant: str, salt: str = "") -> bytes:
         """The chain's start for that tenant and salt, 16 bytes."""
+        return _root(self, tenant, salt)
+
+    def _derive(self, tenant: str, salt: str) -> bytes:
         tenant_secret = hmac.new(self.secret, b"tenant\x00" + tenant.encode(), hashlib.sha256).digest()
         salted = hmac.new(tenant_secret, salt.encode(), hashlib.sha256).digest()
         return hashlib.blake2b(self._what() + b"\x00" + salted, digest_size=HASH_BYTES).digest()
@@ -44,6 +48,11 @@ class RootIdentity:
     def family(self) -> str:
         """A name for the directory of blocks that this identity can use, hexadecimal; reveals nothing of the secret."""
         return hmac.new(self.secret, b"family\x00" + self._what(), hashlib.sha256).hexdigest()[:32]
+
+
+@lru_cache(maxsize=4096)
+def _root(identity: RootIdentity, tenant: str, salt: str) -> bytes:
+    return identity._derive(tenant, salt)
 
 
 def chain(parent: bytes, tokens: NDArray[np.int32], block_tokens: int) -> bytes:

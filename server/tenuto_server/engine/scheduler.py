@@ -51,9 +51,8 @@ class Scheduler:
     # ---- arrival and departure -----------------------------------------------------------------------------------
 
     def submit(self, sequence: Sequence) -> None:
-        """A turn has arrived; how much it lacks is looked up for the admission order."""
-        sequence.waiting_since_ns = self._core.now_ns
-        self._estimate(sequence)
+        """A turn has arrived; how much it lacks is looked up when there is an order to decide."""
+        sequence.waiting_since_ns, sequence.estimated = self._core.now_ns, False
         self.waiting.append(sequence)
         self.admit_again = True
 
@@ -62,6 +61,7 @@ class Scheduler:
         root = cache.tree.roots.get(sequence.session.root)
         tokens = sequence.tokens[: sequence.count]
         restore = device = 0
+        sequence.estimated = True
         if root is not None:
             match = cache.tree.match(root, tokens[:-1])
             for extent in match.path:
@@ -150,13 +150,16 @@ class Scheduler:
             return
         self._overdue_ns = overdue
         self.admit_again = False
-        self.waiting.sort(key=self._order)
+        if len(self.waiting) > 1:
+            self.waiting.sort(key=self._order)
         while self.waiting and len(self.running) < core.config.running_max:
             if not self._admit(self.waiting[0]):
                 break
             self.waiting.pop(0)
 
     def _order(self, sequence: Sequence) -> tuple[tuple[float, ...], int]:
+        if not sequence.estimated:
+            self._estimate(sequence)
         view = TurnView(
             attended=sequence.session.attended and not sequence.turn.warm,
             priority=sequence.turn.priority,

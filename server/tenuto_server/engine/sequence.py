@@ -30,6 +30,7 @@ class Sequence:
     generated: int = 0
     compute_until: int = 0
     compute_tokens: int = 0
+    estimated: bool = False
     restore_blocks: int = 0
     waiting_since_ns: int = 0
     admitted_ns: int = 0
