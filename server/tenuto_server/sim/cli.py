@@ -1,6 +1,7 @@
 """``tenuto simulate`` and ``tenuto compare``: arguments in, table and files out.
 
-Exit status: 0 done, 1 the trace or a file cannot be used (the reason is on stderr), 2 wrong usage.
+Exit status of ``simulate``: 0 done, 1 the trace or a setting cannot be used (the reason is on stderr), 2 wrong usage; of
+``compare``: 0 the runs agree, 1 they differ, 2 a file cannot be read.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tenuto_server.errors import TenutoServerError
-from tenuto_server.sim import report
-from tenuto_server.sim.knowledge import Delivery, parse_policy
+from tenuto_server.errors import ConfigError, TenutoServerError
+from tenuto_server.sim import plot, report
+from tenuto_server.sim.compare import compare_files
+from tenuto_server.sim.costs import PRESETS
 from tenuto_server.sim.study import Setup
 from tenuto_server.sim.sweep import Row, sweep
 from tenuto_server.sim.workload import WARM_UP_S, WINDOW_S
@@ -35,6 +37,8 @@ def simulate(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         setups = _setups(args)
+        if args.plot is not None:
+            plot.need_library()
         console = Console(stderr=True)
         rows = _run(args.trace, setups, args.jobs, console)
         title = f"{Path(args.trace).name}: {args.alive:g} alive, seeds {args.seed}, hints {args.hints}"
@@ -44,8 +48,11 @@ def simulate(argv: list[str]) -> int:
                 name: getattr(args, name)
                 for name in ("policy", "capacity_frac", "alive", "seed", "tiers", "hints", "timing", "unit")
             }
+            arguments |= {"host_ratio": args.host_ratio, "disk_ratio": args.disk_ratio}
             arguments |= {"window_h": args.window_h, "warm_up_h": args.warm_up_h}
             report.write_json(args.json, report.document(Path(args.trace).name, commit(), arguments, rows))
+        if args.plot is not None:
+            plot.draw(rows, args.plot, title)
         return 0
     except TenutoServerError as error:
         print(f"tenuto simulate: {error}", file=sys.stderr)
@@ -54,19 +61,19 @@ def simulate(argv: list[str]) -> int:
 
 def _setups(args: argparse.Namespace) -> list[Setup]:
     policies = [name.strip() for name in args.policy.split(",") if name.strip()]
-    for name in policies:
-        parse_policy(name)
-    Delivery.parse(args.hints)
     tiers = tuple(args.tiers.split(","))
-    return [
+    setups = [
         Setup(
             policy=policy,
             capacity_frac=frac,
             seed=seed,
             alive=args.alive,
-            unit=args.unit,
+            unit=args.unit or (64 if args.timing == "none" else 16),
             tiers=tiers,
             hints=args.hints,
+            timing=args.timing,
+            host_ratio=args.host_ratio,
+            disk_ratio=args.disk_ratio,
             window_s=args.window_h * 3600.0,
             warm_up_s=args.warm_up_h * 3600.0,
         )
@@ -74,10 +81,18 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
         for frac in _numbers(args.capacity_frac, float)
         for policy in policies
     ]
+    if not setups:
+        raise ConfigError("nothing to run: --policy, --capacity-frac and --seed each need a value")
+    for setup in setups:
+        setup.check()
+    return setups
 
 
 def _numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
-    return [kind(part) for part in text.split(",") if part.strip()]
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"{text!r}: comma-separated numbers are expected") from None
 
 
 def _run(source: str, setups: Sequence[Setup], jobs: int, console: Console) -> list[Row]:
@@ -108,6 +123,19 @@ def commit() -> str:
         return "unknown"
 
 
+def compare(argv: list[str]) -> int:
+    """``tenuto compare``: two results of ``simulate``, or two journals of a server."""
+    parser = argparse.ArgumentParser("tenuto compare", description="Show what differs between two runs.")
+    parser.add_argument("a", type=Path, help="result of simulate --json, or a decision journal (JSON lines)")
+    parser.add_argument("b", type=Path, help="the other one, of the same kind")
+    args = parser.parse_args(argv)
+    try:
+        return compare_files(args.a, args.b, Console())
+    except TenutoServerError as error:
+        print(f"tenuto compare: {error}", file=sys.stderr)
+        return 2
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("tenuto simulate", description="Replay agent sessions against cache policies.")
     parser.add_argument("trace", help="a trace file or folder")
@@ -117,8 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", default="1", help="comma-separated seeds (default %(default)s)")
     parser.add_argument("--tiers", default="device", help="device, or device,host, or device,host,disk")
     parser.add_argument("--hints", default="on", help="on, off, late:<s>, lost:<share>, lying[:<share>], dup, reorder")
-    parser.add_argument("--timing", default="none", help="none, or the name of a machine")
-    parser.add_argument("--unit", type=int, default=64, help="tokens of one simulated block (default %(default)s)")
+    parser.add_argument("--timing", default="none", help=f"none, or a machine: {', '.join(PRESETS)}")
+    parser.add_argument("--host-ratio", type=float, default=4.0, help="host size in device sizes (default %(default)g)")
+    parser.add_argument(
+        "--disk-ratio", type=float, default=16.0, help="disk size in device sizes (default %(default)g)"
+    )
+    parser.add_argument("--unit", type=int, help="tokens of one simulated block (default 64, with timing 16)")
     parser.add_argument("--window-h", type=float, default=WINDOW_S / 3600, help="hours measured (default %(default)g)")
     parser.add_argument("--warm-up-h", type=float, default=WARM_UP_S / 3600, help="hours before (default %(default)g)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")

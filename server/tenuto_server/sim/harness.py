@@ -26,6 +26,7 @@ from tenuto.wire import (
 )
 from tenuto_server.engine.events import HintBatch, PauseInferred, Sampling, SubmitTurn, TokenArray
 from tenuto_server.sim.knowledge import Delivery, Knowledge, PauseScale
+from tenuto_server.sim.machine import SimMachine
 from tenuto_server.sim.traces import COMPACTED_BELOW, Request, Session
 from tenuto_server.sim.workload import Workload
 from tenuto_server.sim.world import Turn, World
@@ -75,16 +76,18 @@ class Sent:
 @dataclass(slots=True, eq=False)
 class Harness:
     """Plays ``workload`` in ``world``; ``record`` hears of every finished request. ``unit``: tokens that one simulated
-    token stands for. ``answer_units(request)``: how many units its answer has (1: the answer is not simulated)."""
+    token stands for. ``answers``: answers are generated unit by unit and become part of the next prompt; else a request
+    ends with its first token and an answer takes no room."""
 
     world: World
+    machine: SimMachine
     workload: Workload
     knowledge: Knowledge
     delivery: Delivery
     scale: PauseScale
     unit: int
     record: Callable[[Sent], None]
-    answer_units: Callable[[Request], int] = lambda request: 1
+    answers: bool = False
     _number: int = 0
     _ids: int = 1
 
@@ -125,11 +128,14 @@ class Harness:
         line.next_id += count - shared
         line.prompt = np.concatenate((line.prompt[:shared], fresh)) if shared else fresh
         self._number += 1
+        # The next prompt, if it goes on from here, begins its new part with this answer.
+        self.machine.answers[self._number] = line.next_id
+        number = self._number
         turn = SubmitTurn(
             f"r{self._number}",
             line.tenant,
             line.prompt,
-            Sampling(self.answer_units(request), ignore_eos=True),
+            Sampling(max(1, -(-request.out // self.unit)) if self.answers else 1, seed=self._number, ignore_eos=True),
             session=line.name,
             parent=line.parent if previous is None else None,
             inferred=True,
@@ -143,10 +149,11 @@ class Harness:
         self.world.submit(
             turn,
             in_s=in_s,
-            then=lambda done: self._answered(line, Sent(line, done, sent_s, count, reusable, pause, compacted)),
+            then=lambda done: self._answered(line, Sent(line, done, sent_s, count, reusable, pause, compacted), number),
         )
 
-    def _answered(self, line: Line, sent: Sent) -> None:
+    def _answered(self, line: Line, sent: Sent, number: int) -> None:
+        del self.machine.answers[number]
         self.record(sent)
         line.primed = True
         request = line.request

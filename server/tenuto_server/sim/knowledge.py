@@ -59,6 +59,7 @@ def parse_policy(name: str) -> tuple[Policy | None, Knowledge]:
 
 
 FaultKind: TypeAlias = Literal["on", "off", "late", "lost", "lying", "dup", "reorder"]
+_PLAIN: tuple[FaultKind, ...] = ("on", "off", "dup", "reorder")
 _REORDER_S = 20.0
 
 
@@ -73,8 +74,10 @@ class Delivery:
     def parse(cls, text: str) -> Delivery:
         """Reads ``--hints``. Raises ``ConfigError``."""
         kind, _, value = text.partition(":")
-        if kind in ("on", "off", "dup", "reorder") and not value:
-            return cls(kind)
+        if not value:
+            for plain in _PLAIN:
+                if kind == plain:
+                    return cls(plain)
         if kind == "lying":
             return cls("lying", _number(text, value, 0.0, 1.0) if value else 1.0)
         if kind == "late":

@@ -10,14 +10,17 @@ from tenuto_server.engine.plan import ForwardPlan, Transfer
 
 
 class SimMachine:
-    """See the module. Every sampled token is 0: the simulator decides beforehand what a session says next."""
+    """See the module. ``answers``: by sampling seed, the id of the first token of an answer, which then counts up."""
 
     def __init__(self) -> None:
+        self.answers: dict[int, int] = {}
         self._events: list[Event] = []
 
     def run(self, plan: ForwardPlan) -> ForwardDone:
         """Completes a batch."""
-        return ForwardDone(plan.step, tuple((row.seq, 0) for row in plan.rows if row.sample))
+        answers = self.answers
+        sampled = tuple((row.seq, answers[row.sampling.seed] + row.draw) for row in plan.rows if row.sample)
+        return ForwardDone(plan.step, sampled)
 
     def submit(self, transfer: Transfer) -> None:
         """Completes a copy."""

@@ -1,6 +1,7 @@
 """One simulation: the real engine and a policy under virtual time, fed with a workload, measured into one row.
 
-``tiers == ("device",)`` without costs is the one-tier study: no service times, a recompute costs one unit per token.
+Device alone and no timing is the one-tier study: nothing takes time and a recompute costs one per token. With a machine's
+timing, turns queue, decode and wait for copies, and the row tells how long first tokens took.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto_server.cache.extent import TIERS
 from tenuto_server.cache.identity import RootIdentity
 from tenuto_server.config import CacheConfig, EngineConfig
 from tenuto_server.engine.engine import Engine
+from tenuto_server.errors import ConfigError
 from tenuto_server.policy import Policy
 from tenuto_server.sim import oracle
+from tenuto_server.sim.costs import Clockwork, Machine, machine_of
 from tenuto_server.sim.harness import Harness, Sent
 from tenuto_server.sim.knowledge import Delivery, PauseScale, parse_policy
 from tenuto_server.sim.machine import SimMachine
@@ -21,14 +25,17 @@ from tenuto_server.sim.traces import Trace
 from tenuto_server.sim.workload import Workload
 from tenuto_server.sim.world import World
 
-# Room for what a run needs beside the contexts themselves.
-_SLACK_UNITS = 2
 _STEPS_MAX = 1 << 40
+_CHUNK_TOKENS = 8192
+_MOVE_TOKENS = 8192
+# Without timing, what loading costs beside recomputing (h100-8b at 32K: 19 and 4.6 times faster).
+_HOST_FACTOR, _DISK_FACTOR = 19.0, 4.6
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that one row depends on, the trace aside."""
+    """Everything that one row depends on, the trace aside. ``host_ratio``, ``disk_ratio``: size of those tiers in units of
+    the device's."""
 
     policy: str
     capacity_frac: float
@@ -37,30 +44,40 @@ class Setup:
     unit: int = 64
     tiers: tuple[str, ...] = ("device",)
     hints: str = "on"
+    timing: str = "none"
     window_s: float = 86400.0
     warm_up_s: float = 14400.0
+    host_ratio: float = 4.0
+    disk_ratio: float = 16.0
 
-
-def capacity_units(setup: Setup, workload: Workload) -> int:
-    """Device capacity in units: a fraction of the mean live KV."""
-    return max(8, int(setup.capacity_frac * workload.live_tokens / setup.unit))
+    def check(self) -> None:
+        """Raises ``ConfigError`` for anything that cannot be run."""
+        policy, _ = parse_policy(self.policy)
+        Delivery.parse(self.hints)
+        if self.tiers != TIERS[: len(self.tiers)] or not self.tiers:
+            raise ConfigError(f"--tiers {','.join(self.tiers)!r}: device, or device,host, or device,host,disk")
+        if policy is None and (machine_of(self.timing) is not None or len(self.tiers) > 1):
+            raise ConfigError("the oracle is defined for one tier without timing")
+        if self.capacity_frac <= 0.0 or self.alive <= 0.0 or self.unit < 1 or self.window_s <= 0.0:
+            raise ConfigError("capacity, sessions alive, unit and window must be positive")
 
 
 def simulate(trace: Trace, setup: Setup, workload: Workload) -> dict[str, Any]:
     """Runs one policy at one capacity on a workload; returns the row."""
     policy, _ = parse_policy(setup.policy)
-    capacity = capacity_units(setup, workload)
+    capacity = max(8, int(setup.capacity_frac * workload.live_tokens / setup.unit))
     tally = Tally(setup.unit)
-    extra = (
-        _play_oracle(setup, workload, capacity, tally)
-        if policy is None
-        else _run(trace, setup, workload, policy, capacity, tally)
-    )
+    if policy is None:
+        extra = _play_oracle(setup, workload, capacity, tally)
+    else:
+        extra = _Run(trace, setup, workload, policy, capacity, tally).row()
     return {
         "policy": setup.policy,
         "capacity_frac": setup.capacity_frac,
         "capacity_tokens": capacity * setup.unit,
         "seed": setup.seed,
+        "tiers": ",".join(setup.tiers),
+        "timing": setup.timing,
         "hints": setup.hints,
         "alive": round(workload.alive, 3),
         "live_tokens": round(workload.live_tokens),
@@ -87,27 +104,37 @@ def _play_oracle(setup: Setup, workload: Workload, capacity: int, tally: Tally) 
     return {"missed_tokens_unbound": (bound.reusable - bound.found) * setup.unit}
 
 
-def engine_config(setup: Setup, policy: Policy, capacity: int) -> EngineConfig:
-    """The engine of the one-tier study: costs of one per token, so that policies weigh tokens alone."""
+def engine_config(setup: Setup, policy: Policy, capacity: int, machine: Machine | None) -> EngineConfig:
+    """The engine's settings in units: one simulated token is ``unit`` tokens and a block of its own."""
+    unit = setup.unit
+    chunk = max(1, _MOVE_TOKENS // unit)
     cache = CacheConfig(
         device_blocks=capacity,
+        host_blocks=int(capacity * setup.host_ratio) if "host" in setup.tiers else 0,
+        disk_blocks=int(capacity * setup.disk_ratio) if "disk" in setup.tiers else 0,
         block_tokens=1,
         tombstone_blocks_max=8 * capacity,
         extent_blocks_max=1 << 30,
+        transfer_blocks_max=chunk,
+        transfers_inflight_max=64,
+        transfer_patience_s=30.0,
     )
     return EngineConfig(
         cache=cache,
         policy=policy.name,
         max_context_tokens=1 << 30,
-        step_tokens_max=1 << 30,
+        step_tokens_max=max(1, _CHUNK_TOKENS // unit) if machine else 1 << 30,
         running_max=256,
-        reserve_tokens_max=1,
+        reserve_tokens_max=64 if machine else 1,
         waiting_max=1 << 20,
         hint_rate_per_s=1e9,
         hint_burst=1 << 30,
         journal_entries_max=1000,
-        prefill_a_s=1.0,
-        prefill_b_s=0.0,
+        prefill_a_s=machine.prefill_a_s * unit if machine else 1.0,
+        prefill_b_s=machine.prefill_b_s * unit * unit if machine else 0.0,
+        host_bytes_per_s=machine.host_bps if machine else _HOST_FACTOR,
+        disk_bytes_per_s=machine.disk_bps if machine else _DISK_FACTOR,
+        block_bytes=machine.kv_bytes * unit if machine else 1,
     )
 
 
@@ -116,50 +143,90 @@ def identity(unit: int) -> RootIdentity:
     return RootIdentity("simulated", "", "none", 1, unit, b"simulated-blocks")
 
 
-def _run(trace: Trace, setup: Setup, workload: Workload, policy: Policy, capacity: int, tally: Tally) -> dict[str, Any]:
-    engine = Engine(engine_config(setup, policy, capacity), policy, identity(setup.unit))
-    engine.core.costs.follow_queue = False
-    world = World(
-        engine,
-        SimMachine(),
-        forward_s=lambda plan: 0.0,
-        transfer_s=lambda transfer: 0.0,
-        remember=False,
-        wakes=False,
-    )
+class _Run:
+    """One engine at work; owns the time it has held what on which tier."""
 
-    def record(sent: Sent) -> None:
-        if sent.sent_s < workload.from_s or not sent.line.primed:
+    def __init__(
+        self, trace: Trace, setup: Setup, workload: Workload, policy: Policy, capacity: int, tally: Tally
+    ) -> None:
+        self._setup, self._workload, self._tally = setup, workload, tally
+        timing = machine_of(setup.timing)
+        self._timed = timing is not None
+        self._engine = Engine(engine_config(setup, policy, capacity, timing), policy, identity(setup.unit))
+        self._engine.core.costs.follow_queue = self._timed
+        clockwork = Clockwork(timing, setup.unit, lambda: self._world.now_ns) if timing else None
+        machine = SimMachine()
+        self._world = World(
+            self._engine,
+            machine,
+            forward_s=clockwork.forward_s if clockwork else lambda plan: 0.0,
+            transfer_s=clockwork.transfer_s if clockwork else lambda transfer: 0.0,
+            after_step=self._after_step if self._timed else lambda: None,
+            remember=False,
+            wakes=self._timed or len(setup.tiers) > 1,
+        )
+        self._held = [0.0, 0.0, 0.0]
+        self._then_ns = 0
+        self._harness = Harness(
+            self._world,
+            machine,
+            workload,
+            parse_policy(setup.policy)[1],
+            Delivery.parse(setup.hints),
+            PauseScale.of(trace.sessions),
+            setup.unit,
+            self._record,
+            answers=self._timed,
+        )
+
+    def _after_step(self) -> None:
+        now_ns, cache = self._world.now_ns, self._engine.core.cache
+        if now_ns >= self._workload.from_s * 1e9:
+            passed_s = (now_ns - max(self._then_ns, int(self._workload.from_s * 1e9))) / 1e9
+            for tier in range(len(self._setup.tiers)):
+                self._held[tier] += passed_s * cache.used_blocks(tier)
+        self._then_ns = now_ns
+
+    def _record(self, sent: Sent) -> None:
+        if sent.sent_s < self._workload.from_s or not sent.line.primed:
             return
-        line, started = sent.line, sent.turn.started
+        tally, turn = self._tally, sent.turn
         found = 0
-        if started is None:
+        if turn.started is None:
             tally.refused += 1
         else:
-            report = started.report
+            # The last report: what was to be loaded and was computed after all does not count as found.
+            report = turn.done.report if turn.done is not None else turn.started.report
             found = min(sent.reusable, report.cached_tokens)
             for tier, count in report.cached.items():
                 tally.tier_found[tier] += count
             for label, count in report.recomputed.items():
                 tally.labels[label] += count
-        classes = classes_of(sent.pause, sent.compacted, line.session.thread)
-        tally.add(sent.prompt, sent.reusable, found, classes, line.tenant)
+        classes = classes_of(sent.pause, sent.compacted, sent.line.session.thread)
+        tally.add(sent.prompt, sent.reusable, found, classes, sent.line.tenant)
+        if self._timed and turn.first_token_ns is not None:
+            waited_s = (turn.first_token_ns - turn.submitted_ns) / 1e9
+            for name in classes:
+                tally.ttft_s[name].append(waited_s)
 
-    harness = Harness(
-        world,
-        workload,
-        parse_policy(setup.policy)[1],
-        Delivery.parse(setup.hints),
-        PauseScale.of(trace.sessions),
-        setup.unit,
-        record,
-    )
-    harness.start()
-    world.run(until_s=workload.to_s, steps_max=_STEPS_MAX)
-    figures = engine.metrics()
-    return {
-        "steps": world.steps,
-        "leases_granted": figures.get("leases_granted_total", 0.0),
-        "leases_broken": figures.get("leases_broken_total", 0.0),
-        "decisions": figures["decisions_total"],
-    }
+    def row(self) -> dict[str, Any]:
+        """Runs to the end of the window; returns what the engine counted."""
+        self._harness.start()
+        self._world.run(until_s=self._workload.to_s, steps_max=_STEPS_MAX)
+        figures, unit = self._engine.metrics(), self._setup.unit
+        row: dict[str, Any] = {
+            "steps": self._world.steps,
+            "decisions": figures["decisions_total"],
+            "leases_granted": figures.get("leases_granted_total", 0.0),
+            "leases_broken": figures.get("leases_broken_total", 0.0),
+        }
+        if len(self._setup.tiers) > 1:
+            moved = figures.get("transferred_blocks_total", {})
+            assert isinstance(moved, dict)
+            row["moved_tokens"] = {name: int(count) * unit for name, count in sorted(moved.items())}
+            row["prefetches"] = figures.get("prefetches_total", {})
+        if self._timed:
+            row["held_token_s"] = {
+                tier: round(held * unit) for tier, held in zip(self._setup.tiers, self._held, strict=False)
+            }
+        return row

@@ -124,7 +124,7 @@ def read_reduced(path: Path) -> Trace:
         try:
             sessions.append(session_of_rows(str(row["id"]), row, row["reqs"]))
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise TraceFileError(f"{path}:{number}: {_what(error)}") from None
+            raise TraceFileError(f"{path}:{number}: {what(error)}") from None
     if not sessions:
         raise TraceFileError(f"{path}: no sessions")
     return Trace(path.name, "reduced", tuple(sessions))
@@ -136,7 +136,8 @@ def session_of_rows(name: str, row: dict[str, Any], reqs: list[dict[str, Any]]) 
     main = [req for req in reqs if "sub" not in req]
     if not main:
         raise ValueError("a session without requests")
-    children, after = [], 0
+    children: list[Child] = []
+    after = 0
     for req in reqs:
         if "sub" not in req:
             after += 1
@@ -170,9 +171,14 @@ def _requests(rows: list[dict[str, Any]], block: int) -> tuple[Request, ...]:
     return tuple(requests)
 
 
+def service_s(out: float) -> float:
+    """How long an answer of so many tokens takes where it was not recorded."""
+    return ANSWER_BASE_S + ANSWER_TOKEN_S * out
+
+
 def _service_s(row: dict[str, Any]) -> float:
     api = row.get("api")
-    return float(api) if api is not None else ANSWER_BASE_S + ANSWER_TOKEN_S * float(row["out"])
+    return float(api) if api is not None else service_s(float(row["out"]))
 
 
 def _pause_s(row: dict[str, Any], following: dict[str, Any]) -> float:
@@ -183,5 +189,6 @@ def _pause_s(row: dict[str, Any], following: dict[str, Any]) -> float:
     return max(0.0, float(following["t"]) - float(row["t"]) - _service_s(row))
 
 
-def _what(error: Exception) -> str:
+def what(error: Exception) -> str:
+    """An error while reading a row, for people."""
     return f"field {error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

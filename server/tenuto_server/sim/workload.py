@@ -90,7 +90,8 @@ def arrivals(trace: Trace, seed: int, *, served: bool = True) -> Workload:
     """The trace as it was recorded: every session once, at its own time, all of it measured."""
     starts = trace.starts_s or (0.0,) * len(trace.sessions)
     threads = tuple(
-        Thread(f"{session.id}#0", session, start) for start, session in sorted(zip(starts, trace.sessions), key=_start)
+        Thread(f"{session.id}#0", session, start)
+        for start, session in sorted(zip(starts, trace.sessions, strict=True), key=_start)
     )
     end_s = max(t.start_s + request_times(t.session, served=served)[-1] for t in threads)
     return _measured(threads, 0.0, end_s + 1.0, seed, served)

@@ -1,0 +1,128 @@
+"""How long things take on a named machine: prefill, decode, and copies over links that are shared. Owner of the links' state.
+
+Prefill of the token at position x takes ``a + b * x`` seconds (attention grows with context). A decode step reads the
+weights once and every running context's KV, so it takes (weights + sum of contexts) / memory bandwidth. A copy waits for
+the copies before it on the same link in the same direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tenuto_server.engine.plan import ForwardPlan, Transfer
+from tenuto_server.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``prefill_a_s``, ``prefill_b_s``: per token and per token and position. ``weights_s``: one decode step without any
+    context. ``kv_bytes``: per token. ``memory_bps``, ``host_bps``, ``disk_bps``: bytes per second."""
+
+    name: str
+    prefill_a_s: float
+    prefill_b_s: float
+    weights_s: float
+    kv_bytes: int
+    memory_bps: float
+    host_bps: float
+    disk_bps: float
+    source: str
+
+
+PRESETS: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "cpu2-smollm2",
+            6.44e-4,
+            4.13e-7,
+            0.027,
+            23_040,
+            10e9,
+            12.2e9,
+            1.2e9,
+            "measured on 2 CPU cores, SmolLM2-135M bf16: prefill 1333 / 920 / 428 tokens/s at 512 / 2048 / 8192, 37 tokens/s "
+            "decode, 94 MB copied in 7.7 ms, disk 1.2 GB/s",
+        ),
+        Machine(
+            "h100-8b",
+            1 / 30_000,
+            1.02e-9,
+            16e9 / 3.35e12,
+            131_072,
+            3.35e12,
+            50e9,
+            7e9,
+            "paper figures: half of 989 TFLOPS (30K tokens/s short, 20K on average to 32K), PCIe 5 x16, NVMe gen 4; bf16",
+        ),
+        Machine(
+            "h100-32b",
+            1 / 7_700,
+            2.6e-9,
+            65e9 / 3.35e12,
+            262_144,
+            3.35e12,
+            50e9,
+            7e9,
+            "paper figures: half of 989 TFLOPS (7.7K tokens/s short, 5.8K on average to 32K), PCIe 5 x16, NVMe gen 4; bf16",
+        ),
+        Machine(
+            "h200-70b",
+            2.8e-4,
+            5.2e-9,
+            70e9 / 4.8e12,
+            327_680,
+            4.8e12,
+            50e9,
+            7e9,
+            "paper figures: 140 GFLOP a token plus 4 * 80 * 8192 per position at 500 TFLOPS; weights in 8 bits; PCIe 5 x16",
+        ),
+    )
+}
+
+
+def machine_of(name: str) -> Machine | None:
+    """The preset of that name; None for ``none``. Raises ``ConfigError`` that lists them."""
+    if name == "none":
+        return None
+    if name not in PRESETS:
+        raise ConfigError(f"--timing {name!r} is none of none, {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+class Clockwork:
+    """Durations of plans and copies where one simulated token stands for ``unit`` tokens. ``now_ns()``: virtual time."""
+
+    def __init__(self, machine: Machine, unit: int, now_ns: Callable[[], int]) -> None:
+        self._machine, self._unit, self._now_ns = machine, unit, now_ns
+        self._free_ns: dict[tuple[str, str], int] = {}
+
+    def forward_s(self, plan: ForwardPlan) -> float:
+        """A batch: its prefill chunks one after another, then ``unit`` decode steps of all that generate."""
+        machine, unit = self._machine, self._unit
+        prefill_s, context, decoding = 0.0, 0, False
+        for row in plan.rows:
+            count = len(row.tokens)
+            if row.draw and count == 1:
+                decoding = True
+                context += row.start + 1
+            else:
+                tokens, middle = count * unit, (row.start + count / 2) * unit
+                prefill_s += tokens * (machine.prefill_a_s + machine.prefill_b_s * middle)
+        step_s = machine.weights_s + context * unit * machine.kv_bytes / machine.memory_bps
+        return prefill_s + (unit * step_s if decoding else 0.0)
+
+    def transfer_s(self, transfer: Transfer) -> float:
+        """From now until a copy is done, its wait for the link included."""
+        machine = self._machine
+        lower = transfer.src if transfer.src != "device" else transfer.dst
+        if "disk" in (transfer.src, transfer.dst):
+            lower = "disk"
+        link = (lower, "up" if transfer.dst == "device" else "down")
+        rate = machine.disk_bps if lower == "disk" else machine.host_bps
+        copy_ns = int(len(transfer.src_slots) * self._unit * machine.kv_bytes / rate * 1e9)
+        now_ns = self._now_ns()
+        end_ns = max(now_ns, self._free_ns.get(link, 0)) + copy_ns
+        self._free_ns[link] = end_ns
+        return (end_ns - now_ns) / 1e9
