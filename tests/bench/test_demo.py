@@ -9,6 +9,7 @@ import pytest
 
 from tenuto_server.bench.demo import main
 from tenuto_server.bench.demo_arms import Recorded, parse_arm, size_tiers
+from tenuto_server.bench.report_table import markdown
 
 
 def test_arms_by_name() -> None:
@@ -23,6 +24,12 @@ def test_arms_by_name() -> None:
     with pytest.raises(ValueError, match="cannot read the arm"):
         parse_arm("lru@fast")
     assert main(["--arms", "lru@fast"]) == 2
+
+
+def test_a_report_that_cannot_be_written_is_noticed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["--report", str(tmp_path / "file" / "report.json")]) == 1
+    assert "file" in capsys.readouterr().err
 
 
 def test_tiers_are_shares_of_the_live_kv() -> None:
@@ -66,5 +73,9 @@ def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert lru["hints_sent"]["sent"] + lru["hints_sent"]["carried"] == 0
     assert tenuto["hints_sent"]["receipts"].get("accepted", 0) > 0
     assert tenuto["summary"]["counters"]["leases_granted"] > 0
+    table = markdown(report)
+    assert "| | lru | tenuto |" in table
+    assert f"{lru['summary']['prefilled_tokens']:,} | {tenuto['summary']['prefilled_tokens']:,}" in table
+    assert "`tenuto / lru`: ttft_p50" in table
     journal = (tmp_path / "kept" / "tenuto" / "journal.jsonl").read_text().splitlines()
     assert {"retention", "admit", "turn_end"} <= {json.loads(line)["kind"] for line in journal}

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = dataclasses.replace(QUICK if args.quick else WorkloadSettings(), seed=args.seed)
     settings = dataclasses.replace(settings, **{k: v for k, v in _sizes(args).items() if v is not None})
     try:
+        args.report.parent.mkdir(parents=True, exist_ok=True)
+        args.report.open("a").close()  # minutes of work should not end in a file that cannot be written
         with _folder(args.keep) as folder:
             _Demo(args, settings, folder).run(arms)
     except BaseExceptionGroup as group:
@@ -78,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep", type=Path, metavar="DIR", help="keep recording, logs and journals there")
     add("--agents", type=int, help="agents at work side by side (default: 12)")
     add("--compression", type=float, help="human pauses are divided by it (default: 10)")
-    for tier, share in (("device", 0.35), ("host", 0.2), ("disk", 0.2)):
+    for tier, share in (("device", 0.35), ("host", 0.4), ("disk", 0.15)):
         add(f"--{tier}-fraction", type=float, default=share, help=f"{tier} KV / mean live KV (default: {share})")
     add("--threads", type=int, help="CPU threads of the model")
     return parser

@@ -1,8 +1,15 @@
-"""The report for people: one line for every turn, and the table of the arms side by side. Values in, renderables out."""
+"""The report for people: one line for every turn, and the table of the arms side by side. Values in, text out.
+
+``python -m tenuto_server.bench.report_table demo-report.json`` prints the table of a report as Markdown.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -75,6 +82,39 @@ def ratio_lines(arms: Mapping[str, Summary], subject: str, bases: tuple[str, ...
     for base in bases:
         if subject in arms and base in arms:
             found = ratios(arms[subject], arms[base])
-            parts = [f"{name} {value:.2f}" for name, value in found.items() if value is not None]
-            lines.append(f"{subject} / {base}: " + ", ".join(parts))
+            lines.append(f"{subject} / {base}: {_ratios(found)}")
     return lines
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The tables of a report (``demo-report.json``, read) for a document. Raises ``KeyError`` for another file."""
+    about, sizes, workload = report["about"], report["sizes"], report["workload"]
+    lines = []
+    for limited in (True, False):
+        arms = {arm["name"]: Summary(**arm["summary"]) for arm in report["arms"] if arm["limited"] == limited}
+        if not arms:
+            continue
+        lines += ["", "| | " + " | ".join(arms) + " |", "|---|" + "---:|" * len(arms)]
+        lines += [f"| {label.strip()} | " + " | ".join(cells) + " |" for label, cells in _lines(list(arms.values()))]
+        if limited:
+            lines += ["", f"Tiers limited to {sizes['host_bandwidth'] / 1e6:.0f} MB/s (host) and "]
+            lines[-1] += f"{sizes['disk_bandwidth'] / 1e6:.0f} MB/s (disk), the ratios of a GPU machine."
+        else:
+            lines += ["", "Without rate limits."]
+    lines += ["", *(f"`{name}`: {_ratios(found)}  " for name, found in report["ratios"].items())]
+    commit = (about["commit"] or "unknown")[:12]
+    lines.append("")
+    lines.append(
+        f"{workload['agents']} agents, seed {workload['seed']}; {report['arguments']['model']} on {about['processor']}, "
+        f"{about['cores']} cores, {about['system']}, Python {about['python']}, torch {about['packages'].get('torch', '-')}, "
+        f"commit {commit}."
+    )
+    return "\n".join(lines).strip() + "\n"
+
+
+def _ratios(found: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in found.items() if value is not None)
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text("utf-8"))), end="")
