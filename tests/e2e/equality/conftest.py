@@ -287,10 +287,11 @@ class Lab:
         """The full blocks of a session's context; None where some of them are not on the device any more."""
         slots: list[int] = []
         for extent in self.cache.context(self.handle(session)):
-            if extent.slots[DEVICE] is None:
+            here = extent.slots[DEVICE]
+            if here is None:
                 return None
             if not extent.fill:
-                slots += extent.slots[DEVICE].tolist()
+                slots += here.tolist()
         return self.executor.store.device_pool[slots]
 
     def count(self, name: str) -> float:

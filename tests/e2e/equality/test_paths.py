@@ -57,7 +57,7 @@ TOYS = ["toy-fp32-invariant", "toy-fp32"]
 REAL = ["smollm2-135m-fp32-invariant", "smollm2-135m-bf16"]
 
 
-def cases(table: dict[str, Any], real: Iterable[str]) -> Any:
+def cases(table: dict[str, Any], real: Iterable[str]) -> pytest.MarkDecorator:
     """Every row of a table with the toys, and the rows named ``real`` with the real model, which takes its time."""
     found = [pytest.param(variant, row, id=f"{variant}: {name}") for variant in TOYS for name, row in table.items()]
     for variant in REAL:
@@ -137,6 +137,7 @@ def test_wherever_the_prefix_is(lab: Any, words: Any, count: int, case: list[tup
     assert report.cached == {tier: tokens for tier, tokens in there.items() if tokens}
     assert sum(there.values()) + sum(report.recomputed.values()) == len(prompt)
     assert all(name is None or name in report.cached for _, _, name in case)
+    assert site.kv("a") is not None, "all of it is on the device now, so all of it was compared where bits count"
 
 
 @every_variant

@@ -9,7 +9,7 @@ from typing import Any
 
 COUNT = 16
 FILE_BYTES = 256 * 1024
-TIERS = ("--device-bytes", "530KiB", "--host-bytes", "0", "--disk-bytes", "16MiB", "--policy", "lru")
+TIERS = ("--device-bytes", "530KiB", "--host-bytes", "370KiB", "--disk-bytes", "16MiB", "--policy", "lru")
 
 
 def prompt(number: int) -> list[int]:
@@ -44,7 +44,7 @@ def test_full_and_free_again(serve: Any, plain: Any, tools: Any, tmp_path: Path)
     written = server.figure("tenuto_executor_disk", "blocks_written")
     ask_all()
     assert server.figure("tenuto_executor_disk", "blocks_written") > written
-    assert server.figure("tenuto_corrupt_blocks") == 0
+    assert server.figure("tenuto_corrupt_blocks", "disk") == 0
     server.at_rest()
     assert server.stop() == 0
     assert "Traceback" not in server.log

@@ -91,7 +91,7 @@ def library_model(reader: Any) -> Any:
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.load_state_dict(state)
-    return model.eval()
+    return model.train(False)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def reference(bundled: Path) -> Iterator[Callable[[str, int], tuple[list[int], s
     @torch.no_grad()
     def answer(prompt: str, count: int) -> tuple[list[int], str, bool]:
         ids = tokenizer.encode(prompt).ids
-        plan = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=end, pad_token_id=end)
-        out = model.generate(torch.tensor([ids]), generation_config=plan)[0, len(ids) :].tolist()
+        plan = {"max_new_tokens": count, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
+        out = model.generate(torch.tensor([ids]), **plan)[0, len(ids) :].tolist()
         ended = out[-1] == end
         return ids, tokenizer.decode(out[:-1] if ended else out), ended
 

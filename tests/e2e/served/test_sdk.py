@@ -24,7 +24,7 @@ def view(server: Any, session: str) -> dict[str, Any]:
 
 
 def cold_text(server: Any, messages: list[Any]) -> str:
-    """What the server answers to a conversation that it has never seen under this salt."""
+    """What the server answers to a conversation under a salt that it has never seen."""
     body = {"model": "toy", "messages": messages, "cache_salt": f"sdk {time.monotonic_ns()}", **PARAMS}
     status, _, answer = server.request("POST", "/v1/chat/completions", body)
     assert status == 200, answer
@@ -35,7 +35,10 @@ def cold_text(server: Any, messages: list[Any]) -> str:
 def test_a_pause_earns_a_lease(plain: Any) -> None:
     with tenuto.connect_sync(plain.url, strict=True) as tn, tn.session("pausing", model="toy", agent="coder") as s:
         first = s.chat([SYSTEM, tenuto.user("Fix the parser.")], **PARAMS)
-        assert (first.usage.cached_tokens, first.usage.misses) == (0, ())
+        assert first.usage.cached_tokens < 16, (
+            "no block of another conversation, though a few first tokens may be shared"
+        )
+        assert first.usage.misses == ()
         with s.pause("tool", name="bash", command="pytest -x tests/", forecast=20.0):
             assert tn.hints.flush(5.0)
             seen = view(plain, "pausing")
