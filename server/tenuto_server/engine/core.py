@@ -69,8 +69,15 @@ class Core:
         session, forgotten = opened
         for other in forgotten:
             self.count("sessions_forgotten")
-            if (pause := other.pause) is not None and not pause.counted:
-                self.knowledge.observe_censored(tenant, pause.kind, pause.elapsed_s(self.now_ns), pause.key, pause.said)
+            if (pause := other.pause) is not None and not pause.given_up and not other.ended:
+                self.knowledge.observe_censored(
+                    tenant,
+                    pause.kind,
+                    pause.elapsed_s(self.now_ns),
+                    pause.key,
+                    pause.said,
+                    rhythm=other.rhythm(pause.kind),
+                )
             self.cache.set_tip(other.handle, None)
         return session
 

@@ -246,6 +246,9 @@ class HintDesk:
         if session.active:
             return "deferred", "a turn is running: its successor supersedes the old prefix by itself"
         before = session.context_tokens
+        session.compacted_from = max(session.compacted_from, before)
+        if not core.knowledge.believes_compaction(session.tenant):
+            return "deferred", "compactions announced by this tenant did not come"
         core.cache.shorten_tip(session.handle, keep)
         session.context_tokens = min(before, keep)
         core.journal.write(core.now_ns, "compaction", session=session.id, kept=session.context_tokens, before=before)

@@ -12,6 +12,7 @@ import math
 from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
 from tenuto_server.engine.core import Core
 from tenuto_server.engine.session import SECOND_NS, Pause, Session
+from tenuto_server.policy.calibration import GIVE_UP_S, next_pace
 from tenuto_server.policy.decision import Retention
 
 _VALID_S_MIN = 0.02
@@ -31,7 +32,8 @@ class RetentionKeeper:
         self._ticket = 0
         self._pending: dict[int, str] = {}
         self._offloading: dict[int, None] = {}
-        self._prefetching: dict[int, None] = {}
+        # Blocks that each prefetch may still bring up: what pressure takes back meanwhile is not fetched twice.
+        self._prefetching: dict[int, int] = {}
 
     # ---- pauses --------------------------------------------------------------------------------------------------
 
@@ -61,7 +63,19 @@ class RetentionKeeper:
         if kind == "unknown" and last_role is not None:
             kind = "tool" if last_role in ("tool", "function") else "human"
         elapsed = session.last_pause_s = pause.elapsed_s(core.now_ns)
-        core.knowledge.observe(session.tenant, kind, pause.key, elapsed, pause.said, pause.said_at_s)
+        core.knowledge.observe(
+            session.tenant,
+            kind,
+            pause.key,
+            elapsed,
+            pause.said,
+            pause.said_at_s,
+            rhythm=session.rhythm(kind),
+            given_up=pause.given_up,
+        )
+        if pause.end_keep_s == 0.0:
+            core.knowledge.observe_false_end(session.tenant)
+        session.paces[kind] = next_pace(session.paces.get(kind), kind, elapsed)
         session.kinds[kind] = session.kinds.get(kind, 0) + 1
         core.count("pauses", label=kind)
         if session.prefetch:
@@ -78,13 +92,12 @@ class RetentionKeeper:
         """The harness is done with a session; its KV is worth keeping for ``keep_s`` more seconds."""
         if session.pause is None:
             session.pause = Pause(self._core.now_ns)
+        announced = session.pause.end_keep_s == 0.0
         session.pause.end_keep_s = session.pause.elapsed_s(self._core.now_ns) + keep_s if keep_s else 0.0
         session.ended = True
         pause = session.pause
-        if not pause.counted:
-            pause.counted = True
-            elapsed_s = pause.elapsed_s(self._core.now_ns)
-            self._core.knowledge.observe_censored(session.tenant, pause.kind, elapsed_s, pause.key, pause.said)
+        if not keep_s and not announced:
+            self._core.knowledge.observe_end(session.tenant, pause.kind, pause.key, pause.said)
         self.evaluate(session, "agent.end")
 
     def evaluate(self, session: Session, why: str) -> Retention | None:
@@ -94,6 +107,11 @@ class RetentionKeeper:
         if view is None or session.active:
             return None
         self._pending.pop(session.handle, None)
+        if view.elapsed_s >= GIVE_UP_S and not session.ended and (pause := session.pause) and not pause.given_up:
+            pause.given_up = True
+            core.knowledge.observe_censored(
+                session.tenant, pause.kind, view.elapsed_s, pause.key, pause.said, rhythm=view.rhythm
+            )
         decision = core.policy.retention(view, core.knowledge, core.system())
         session.retention = decision
         core.cache.set_rate(session.handle, decision.rate)
@@ -216,8 +234,8 @@ class RetentionKeeper:
         if not waiting:
             return False
         session.prefetch = "running"
-        self._prefetching[session.handle] = None
-        core.journal.write(core.now_ns, "prefetch", session=session.id, blocks=sum(e.blocks for e in waiting))
+        blocks = self._prefetching[session.handle] = sum(e.blocks for e in waiting)
+        core.journal.write(core.now_ns, "prefetch", session=session.id, blocks=blocks)
         self._continue_prefetch(session.handle)
         return True
 
@@ -225,8 +243,8 @@ class RetentionKeeper:
         """Front first: what comes earlier in the prompt is needed first. Takes no room from anything worth more."""
         core = self._core
         session = core.sessions.by_handle.get(handle)
-        left = False
-        for extent in core.cache.context(handle) if session is not None else ():
+        left, budget = False, self._prefetching[handle]
+        for extent in core.cache.context(handle) if session is not None and budget > 0 else ():
             tier = extent.best_tier()
             if tier not in (HOST, DISK) or extent.refused & 1:
                 continue
@@ -240,6 +258,11 @@ class RetentionKeeper:
                 if not core.cache.tiers.moves:
                     self._prefetching.pop(handle, None)  # no room that is worth taking: give up until asked again
                 return
+            self._prefetching[handle] = budget = budget - piece.blocks
+            if budget <= 0:
+                break
+        if budget <= 0:
+            left = any(extent.moving_to(DEVICE) for extent in core.cache.context(handle))
         if not left:
             self._prefetching.pop(handle, None)
             if session is not None and session.prefetch == "running":

@@ -251,6 +251,9 @@ class Scheduler:
         rows: list[ForwardRow] = []
         copies: list[tuple[int, int]] = []
         budget = core.config.step_tokens_max
+        for sequence in self.running:
+            if sequence.table is not None:
+                core.cache.reconcile(sequence.table)
         decoding = [s for s in self.running if s.decoding]
         prefilling = [s for s in self.running if not s.decoding]
         for sequence in (*decoding, *prefilling):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from tenuto.wire import CacheReport, Forecast, Lease, PauseKind, SessionView
+from tenuto_server.policy.calibration import rhythm_of
 from tenuto_server.policy.decision import Retention
 from tenuto_server.policy.views import Cycle, PauseView
 
@@ -23,8 +24,8 @@ RECENT_MAX = 8
 class Pause:
     """A pause that is open. Times within it are seconds since ``started_ns``.
 
-    ``said``: the first thing that the client said about its length; that is what its forecasts are judged by. ``counted``:
-    it has been counted as one that never ends.
+    ``said``: the first thing that the client said about its length; that is what its forecasts are judged by. ``given_up``:
+    it has been counted as one that never ends though nobody said so.
     """
 
     started_ns: int
@@ -39,7 +40,7 @@ class Pause:
     alive_until_s: float = 0.0
     end_keep_s: float | None = None
     told: bool = False
-    counted: bool = False
+    given_up: bool = False
 
     @property
     def key(self) -> str | None:
@@ -82,6 +83,8 @@ class Session:
     pause: Pause | None = None
     kinds: dict[PauseKind, int] = field(default_factory=dict)
     recent: tuple[Cycle, ...] = ()
+    paces: dict[PauseKind, float] = field(default_factory=dict)
+    compacted_from: int = 0
     last_pause_s: float = 0.0
     turn_began_ns: int | None = None
     retention: Retention | None = None
@@ -107,6 +110,10 @@ class Session:
         began_ns = self.turn_began_ns if self.turn_began_ns is not None else now_ns
         cycle = Cycle(self.last_pause_s, (now_ns - began_ns) / SECOND_NS)
         self.recent = (*self.recent[1 - RECENT_MAX :], cycle)
+
+    def rhythm(self, kind: PauseKind) -> int | None:
+        """How its pauses of a kind compare with others'; None while the kind is unknown."""
+        return None if kind == "unknown" else rhythm_of(self.paces.get(kind), kind)
 
     def leased(self, now_ns: int) -> bool:
         """It holds a lease that is still running and unbroken."""
@@ -141,6 +148,7 @@ class Session:
             turns=self.turns,
             context_tokens=self.context_tokens,
             recent=self.recent,
+            rhythm=self.rhythm(pause.kind),
         )
 
 

@@ -138,7 +138,7 @@ def compare(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("tenuto simulate", description="Replay agent sessions against cache policies.")
-    parser.add_argument("trace", help="a trace file or folder")
+    parser.add_argument("trace", help="a trace file or folder, or synthetic:<sessions>[:<seed>]")
     parser.add_argument("--policy", default=POLICIES, help="comma-separated; tenuto:<knowledge> (default %(default)s)")
     parser.add_argument("--capacity-frac", default=CAPACITIES, help="device memory as fractions of the mean live KV")
     parser.add_argument("--alive", type=float, default=60.0, help="sessions alive on average (default %(default)g)")

@@ -7,11 +7,13 @@ does not fit its format is an error that names file and line.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tenuto_server.sim import foreign, texts, transcripts
+from tenuto_server.sim.generator import generate
 from tenuto_server.sim.recorded import read_recorded
 from tenuto_server.sim.traces import Session, Trace, TraceFileError, open_text, read_reduced
 
@@ -19,7 +21,10 @@ Reader = Callable[[Path], Trace]
 
 
 def read(source: str | Path) -> Trace:
-    """Reads a trace file or a folder of them. Raises ``TraceFileError`` naming file and line."""
+    """Reads a trace file or a folder of them, or makes ``synthetic:<sessions>[:<seed>]``. Raises ``TraceFileError`` naming
+    file and line."""
+    if made := re.fullmatch(r"synthetic:([1-9][0-9]{0,5})(?::([0-9]+))?", str(source)):
+        return generate(int(made[1]), int(made[2] or 0))
     path = Path(source).expanduser()
     if path.is_dir():
         return _folder(path)

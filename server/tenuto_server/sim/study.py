@@ -54,6 +54,7 @@ class Setup:
         """Raises ``ConfigError`` for anything that cannot be run."""
         policy, _ = parse_policy(self.policy)
         Delivery.parse(self.hints)
+        machine_of(self.timing)
         if self.tiers != TIERS[: len(self.tiers)] or not self.tiers:
             raise ConfigError(f"--tiers {','.join(self.tiers)!r}: device, or device,host, or device,host,disk")
         if policy is None and (machine_of(self.timing) is not None or len(self.tiers) > 1):
