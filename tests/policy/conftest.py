@@ -17,12 +17,16 @@ class Known:
     lengths: dict[PauseKind, tuple[float, ...]]
     returns: dict[PauseKind, float] = field(default_factory=dict)
     trusts: tuple[float, float, float] = (0.8, 0.0, 1.0)
+    back_after_end: float = 0.05
     seen: dict[tuple[PauseKind, str | None], History] = field(default_factory=dict)
 
-    def quantiles(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, ...]:
+    def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> tuple[float, ...]:
         return self.lengths[kind]
 
-    def p_return(self, tenant: str, kind: PauseKind) -> float:
+    def p_return_ended(self, tenant: str) -> float:
+        return self.back_after_end
+
+    def p_return(self, tenant: str, kind: PauseKind, key: str | None = None, rhythm: int | None = None) -> float:
         return self.returns.get(kind, 1.0)
 
     def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:

@@ -11,20 +11,21 @@ from statistics import median
 import pytest
 
 from tenuto.wire import Forecast, PauseKind
-from tenuto_server.policy.calibration import PauseStats, Score
+from tenuto_server.policy.calibration import PauseStats, next_pace, rhythm_of
 from tenuto_server.policy.histogram import BINS, Histogram, bin_edge, bin_of
 from tenuto_server.policy.index import Empirical, mixture
+from tenuto_server.policy.score import Score
 from tenuto_server.policy.views import PauseKnowledge
 
 
 def share_below(stats: PauseStats, kind: PauseKind, seconds: float) -> float:
-    quantiles = stats.quantiles("t", kind, None)
+    quantiles = stats.quantiles("t", kind, None)[:64]
     return bisect_right(quantiles, seconds) / len(quantiles)
 
 
 def test_it_is_pause_knowledge() -> None:
     knowledge: PauseKnowledge = PauseStats()
-    assert len(knowledge.quantiles("t", "tool", "Bash")) == 64
+    assert len(knowledge.quantiles("t", "tool", "Bash")) == 64 + 6
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_memory_is_bounded() -> None:
     assert metrics["pause_keys"] == 50
     assert metrics["pause_tenants"] == 20
     # What was forgotten still answers.
-    assert len(stats.quantiles("tenant 0", "tool", "key 0")) == 64
+    assert len(stats.quantiles("tenant 0", "tool", "key 0")) == 64 + 6
 
 
 def test_the_same_observations_give_the_same_answers() -> None:
@@ -250,3 +251,69 @@ def test_learned_median_is_the_sample_median() -> None:
     # Both modes are kept apart: a median per mode, none in between.
     assert quantiles[16] == pytest.approx(median(low), rel=0.25)
     assert quantiles[48] == pytest.approx(median(high), rel=0.25)
+
+
+def test_the_tail_is_told_beyond_the_last_per_cent() -> None:
+    # Sorted by probability, the 69th length is where 1 - 2 ** -5 / 128 of the prior's tool gaps have come: 99.98 %. Beyond the
+    # last published point (99.6 % by 1,800 s) the tail halves with every doubling: 1,800 x .004 x 4,096.
+    quantiles = PauseStats().quantiles("t", "tool", None)
+    assert list(quantiles) == sorted(quantiles)
+    assert quantiles[68] == pytest.approx(1800.0 * 0.004 * 4096.0, rel=0.2)
+
+
+def test_sessions_differ_by_their_rhythm() -> None:
+    stats, rnd = PauseStats(), random.Random(2)
+    for _ in range(300):
+        stats.observe("t", "tool", None, exp(rnd.gauss(log(3.0), 0.3)), rhythm=-4)
+        stats.observe("t", "tool", None, exp(rnd.gauss(log(60.0), 0.3)), rhythm=4)
+    assert stats.quantiles("t", "tool", None, -4)[32] == pytest.approx(3.0, rel=0.15)
+    assert stats.quantiles("t", "tool", None, 4)[32] == pytest.approx(60.0, rel=0.15)
+    # A rhythm never met has what its tenant has: both.
+    assert stats.quantiles("t", "tool", None, 1) == stats.quantiles("t", "tool", None)
+
+
+def test_rhythm_follows_the_recent_pauses() -> None:
+    assert rhythm_of(None, "tool") == 0
+    pace = None
+    for _ in range(40):
+        pace = next_pace(pace, "tool", 9.0 * exp(0.6))
+    # The prior's median is 9 s; 0.6 in log seconds above it are three steps of 0.2.
+    assert rhythm_of(pace, "tool") == 3
+    slow = next_pace(pace, "tool", 9.0 * exp(2.6))
+    assert slow - pace == pytest.approx(0.2 * 2.0, abs=0.02)  # type: ignore[operator]
+    assert rhythm_of(99.0, "tool") == 8
+    assert rhythm_of(-99.0, "human") == -8
+
+
+def test_a_pause_given_up_that_ends_after_all_counts_as_one_that_ends() -> None:
+    stats, plain = PauseStats(), PauseStats()
+    for _ in range(30):
+        stats.observe_censored("t", "human", 3600.0, rhythm=2)
+        stats.observe("t", "human", None, 9000.0, rhythm=2, given_up=True)
+        plain.observe("t", "human", None, 9000.0, rhythm=2)
+    for rhythm in (None, 2):
+        assert stats.p_return("t", "human", None, rhythm) == pytest.approx(plain.p_return("t", "human", None, rhythm))
+
+
+def test_announced_ends_are_believed_as_far_as_they_were_true() -> None:
+    stats = PauseStats()
+    assert stats.p_return_ended("honest") == pytest.approx(0.05)
+    for _ in range(16):
+        stats.observe_end("honest", "human", None)
+        stats.observe_end("liar", "human", None)
+        stats.observe_false_end("liar")
+    assert stats.p_return_ended("honest") == pytest.approx(0.2 / 20)
+    assert stats.p_return_ended("liar") == pytest.approx(16.2 / 20)
+    # Announced ends say nothing about sessions that fall silent.
+    assert stats.p_return("honest", "human") == PauseStats().p_return("honest", "human")
+
+
+def test_one_compaction_that_did_not_come_is_enough_to_ask_for_better_evidence() -> None:
+    stats = PauseStats()
+    assert stats.believes_compaction("t")
+    stats.observe_compaction("t", came=False)
+    assert not stats.believes_compaction("t")
+    for _ in range(3):
+        stats.observe_compaction("t", came=True)
+    assert stats.believes_compaction("t")
+    assert stats.believes_compaction("other")

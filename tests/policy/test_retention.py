@@ -317,3 +317,19 @@ def test_stretching_time_shrinks_the_rate(p50: float, ratio: float, share: float
         rates.append(TENUTO.retention(pause, known, SYSTEM).rate * scale)
     # Up to the rounding of the median to an eighth of the spread.
     assert rates[0] == pytest.approx(rates[1], rel=0.5)
+
+
+def test_a_false_end_is_weighed_and_a_true_one_frees_at_once() -> None:
+    ended = paused("human", 5.0, end_keep_s=0.0)
+    gone = TENUTO.retention(ended, replace(KNOWN, back_after_end=0.05), SYSTEM)
+    assert (gone.rate, gone.valid_s, gone.lease_s) == (0.0, inf, 0.0)
+    doubted = TENUTO.retention(ended, replace(KNOWN, back_after_end=0.5), SYSTEM).rate
+    ignored = TENUTO.retention(ended, replace(KNOWN, back_after_end=1.0), SYSTEM).rate
+    silent = TENUTO.retention(replace(ended, end_keep_s=None), KNOWN, SYSTEM).rate
+    assert 0.0 < doubted < 0.6 * silent
+    assert ignored == pytest.approx(silent)
+
+
+def test_a_long_pause_is_asked_about_when_it_is_given_up() -> None:
+    found = NONE.retention(paused("human", 3000.0), PauseStats(), SYSTEM)
+    assert found.valid_s <= 600.0

@@ -8,81 +8,67 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from math import exp, log
+from math import log
 
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.histogram import BIN_LOG_WIDTH, BINS, Histogram, bin_of, masses_of, quantiles_of
-from tenuto_server.policy.index import LogNormal
 from tenuto_server.policy.priors import KINDS, LENGTH, P_RETURN
+from tenuto_server.policy.score import Score
 from tenuto_server.policy.views import History
 
 QUANTILES = 64
+TAIL_HALVINGS = 6
+"""What matters where memory is ample happens to the last per cent of the pauses: the tail is told down to 1 in 8,192."""
+GIVE_UP_S = 3600.0
+"""A pause this long counts as one that never ends, until it does (KVCT: three in four that have lasted an hour never end)."""
 # Shrinkage: how many observations the level above counts for. Keys: 5 pseudo-calls (the optimum on AgentCgroup's
 # tool + program keys is flat from 1 to 20). Tenants: 10 (KVCT, tool gaps: between-session log-sd 0.37 against 1.20 within).
 _K_KEY, _K_TENANT, _K_KIND = 5.0, 10.0, 20.0
-_CAP_KEY, _CAP_TENANT, _CAP_KIND = 200.0, 1000.0, 4000.0
+_CAP_KEY, _CAP_RHYTHM, _CAP_TENANT, _CAP_KIND = 200.0, 1000.0, 4000.0, 4000.0
 _K_RETURN = 20.0
-
-_LOGIT_FIRST = log(0.8 / 0.2)
-"""A forecast from a client never scored before weighs 0.8: most forecasts are honest, and the first lies are cheap."""
-_WEIGHT_MAX = 0.95
-_WEIGHT_MIN = 0.02
-_GAIN_DECAY = 0.98
-_GAIN_RANGE = (-10.0, 8.0)
-_K_SCORE = 4.0
-_SCORE_WINDOW = 50.0
 
 _PRIOR: dict[PauseKind, tuple[float, ...]] = {kind: masses_of(LENGTH[kind]) for kind in KINDS}
 
 
-def _clip(value: float, low: float, high: float) -> float:
-    return low if value < low else high if value > high else value
+RHYTHM_PACE = 0.2
+"""Weight of the newest pause in a session's mean log length (KVCT: an EWMA of 0.2 tells as much as the whole session)."""
+RHYTHM_STEP, RHYTHM_STEP_HUMAN = 0.2, 0.4
+RHYTHM_STEPS = 8
+"""Sessions are told apart by that mean, in so many steps of so much either way: 0.2 and 0.4 are a fifth of the log-sd of
+tool and human pauses (KVCT: 1.26 and 2.17)."""
+_CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(mass, 1)[0]) for kind, mass in _PRIOR.items()}
+GONE_BELOW = 0.1
+"""Whoever is announced to have ended and comes back less often than this is gone."""
 
 
-class Score:
-    """How a stream of forecasts did: bias, spread, and log-score against the empirical distribution.
+def next_pace(pace: float | None, kind: PauseKind, length_s: float) -> float:
+    """A session's mean log length of pauses of a kind, one pause later; None: this is the first, weighed against the prior."""
+    before = _CENTRE[kind] if pace is None else pace
+    return before + RHYTHM_PACE * (log(max(length_s, 1.0)) - before)
 
-    ``shift``: mean log error of the median. ``spread2``: mean squared error in units of the stated spread. ``gain``:
-    decayed sum of (log-score of the calibrated forecast - log-score of what was known without it), in nats.
-    """
 
-    __slots__ = ("gain", "n", "shift", "spread2")
+def rhythm_of(pace: float | None, kind: PauseKind) -> int:
+    """The step that a session with that mean is on: 0 for the prior's median and for sessions not heard of yet."""
+    if pace is None:
+        return 0
+    step = RHYTHM_STEP_HUMAN if kind == "human" else RHYTHM_STEP
+    return max(-RHYTHM_STEPS, min(RHYTHM_STEPS, round((pace - _CENTRE[kind]) / step)))
 
-    def __init__(self, parent: Score | None = None) -> None:
-        self.n: float = 0.0
-        self.shift: float = parent.shift if parent else 0.0
-        self.spread2: float = parent.spread2 if parent else 1.0
-        # A good name opens new keys only half-way; a bad one follows the tenant into every new key.
-        self.gain: float = _clip(parent.gain, -8.0, 2.0) if parent else 0.0
 
-    def trust(self) -> tuple[float, float, float]:
-        """(weight, log-shift, spread factor), see ``PauseKnowledge.trust``."""
-        # Two models mixed by past log-score: Bayesian model averaging with forgetting.
-        weight = min(_WEIGHT_MAX, 1.0 / (1.0 + exp(-_LOGIT_FIRST - self.gain)))
-        return (weight if weight >= _WEIGHT_MIN else 0.0), self.shift, self.spread2**0.5
+class _Word:
+    """How often a tenant said a thing and how often it proved false; halved now and then, so that a name can mend."""
 
-    def add_length(self, forecast: Forecast, log_length: float, log_density_known: float) -> float:
-        """Scores a pause that ended; returns the probability integral transform of its length, 0..1."""
-        calibrated = LogNormal.read(forecast, self.shift, self.spread2**0.5)
-        self._gain(calibrated.log_density(log_length) - log_density_known)
-        pit = calibrated.cdf([exp(log_length)])[0]
-        stated = LogNormal.read(forecast)
-        rate = 1.0 / (min(self.n, _SCORE_WINDOW) + _K_SCORE + 1.0)
-        error = log_length - stated.log_median - self.shift
-        # Clipped, so that one pause of a wrong kind does not move the median of all.
-        bound = 3.0 * max(stated.sigma * self.spread2**0.5, 0.5)
-        self.shift = _clip(self.shift + rate * _clip(error, -bound, bound), -5.0, 5.0)
-        self.spread2 = _clip(self.spread2 + rate * (min(64.0, (error / stated.sigma) ** 2) - self.spread2), 0.1, 64.0)
-        self.n += 1.0
-        return pit
+    __slots__ = ("false", "told")
 
-    def add_return(self, claimed: float, known: float, returned: bool) -> None:
-        """Scores a claimed probability of return against the learned one."""
-        claimed, known = _clip(claimed, 0.01, 0.99), _clip(known, 0.01, 0.99)
-        self._gain(log(claimed / known) if returned else log((1.0 - claimed) / (1.0 - known)))
+    def __init__(self) -> None:
+        self.told = self.false = 0.0
 
-    def _gain(self, nats: float) -> None:
-        self.gain = _clip(self.gain * _GAIN_DECAY + _clip(nats, -4.0, 2.0), *_GAIN_RANGE)
+    def add(self, told: float, false: float) -> None:
+        self.told += told
+        self.false = min(self.told, self.false + false)
+        if self.told > 200.0:
+            self.told *= 0.5
+            self.false *= 0.5
 
 
 class _Node:
@@ -117,6 +103,11 @@ class _Node:
             self.ended *= 0.5
 
 
+def _rhythm_key(key: str | None, rhythm: int) -> str:
+    """Where pauses of sessions with that rhythm are filed, under a key or (None) under the kind. A tab is in no tool's name."""
+    return f"{key or ''}\t{rhythm}"
+
+
 class PauseStats:
     """Implements ``PauseKnowledge``. At most ``keys_max`` (tenant, kind, key) and ``tenants_max`` (tenant, kind) are
     remembered, the least recently taught forgotten first; one of each takes about a kilobyte."""
@@ -128,35 +119,48 @@ class PauseStats:
         self._tenants: OrderedDict[tuple[str, PauseKind], _Node] = OrderedDict()
         self._keys: OrderedDict[tuple[str, PauseKind, str], _Node] = OrderedDict()
         self._scores: OrderedDict[str, Score] = OrderedDict()
+        self._words: OrderedDict[tuple[str, str], _Word] = OrderedDict()
         self._pit = [0] * 10
 
     # --- what a policy asks (PauseKnowledge) ---
 
-    def quantiles(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, ...]:
-        """Lengths in seconds at probabilities (i + 0.5) / 64, shrunk key -> (tenant, kind) -> kind -> prior.
+    def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> tuple[float, ...]:
+        """Lengths in seconds at probabilities (i + 0.5) / 64, then where each time half of what is left has come; shrunk
+        (key, rhythm) -> key -> (tenant, kind) -> kind -> prior.
 
         The same tuple is returned until a level below it has grown by about a tenth.
         """
-        chain = [node for node, _ in self._chain(tenant, kind, key)]
+        chain = [node for node, _ in self._chain(tenant, kind, key, rhythm)]
         deepest = chain[-1]
         stamp = tuple(node.lengths.epoch for node in chain)
         if deepest.stamp != stamp:
-            deepest.quantiles = quantiles_of(self._masses(tenant, kind, key), QUANTILES)
+            deepest.quantiles = quantiles_of(self._masses(tenant, kind, key, rhythm), QUANTILES, TAIL_HALVINGS)
             deepest.stamp = stamp
         return deepest.quantiles
 
-    def p_return(self, tenant: str, kind: PauseKind) -> float:
-        """Learned probability of return, shrunk (tenant, kind) -> kind -> prior with 20 pseudo-pauses a level."""
+    def p_return(self, tenant: str, kind: PauseKind, key: str | None = None, rhythm: int | None = None) -> float:
+        """Learned probability of return where nobody announced the session's end, shrunk like ``quantiles`` with 20
+        pseudo-pauses a level."""
         p = P_RETURN[kind]
-        for node in (self._kinds[kind], self._tenants.get((tenant, kind))):
-            if node is not None:
-                p = (_K_RETURN * p + node.returned) / (_K_RETURN + node.returned + node.ended)
+        for node, _ in self._chain(tenant, kind, key, rhythm):
+            p = (_K_RETURN * p + node.returned) / (_K_RETURN + node.returned + node.ended)
         return p
 
     def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
         """See ``PauseKnowledge``; a key never scored has the trust of its tenant for that kind, else of its tenant."""
         score = self._score_of(tenant, kind, key)
         return score.trust() if score else Score().trust()
+
+    def p_return_ended(self, tenant: str) -> float:
+        """Probability that a session of the tenant comes back although its end was announced; one in twenty before any
+        was (assumed: four announcements' worth)."""
+        word = self._words.get((tenant, "end"))
+        return 0.05 if word is None else (0.2 + word.false) / (4.0 + word.told)
+
+    def believes_compaction(self, tenant: str) -> bool:
+        """Whether most of the tenant's announced compactions came; one that did not weighs against two that are assumed."""
+        word = self._words.get((tenant, "compaction"))
+        return word is None or (0.5 + word.false) / (2.0 + word.told) < 0.5
 
     def history(self, tenant: str, kind: PauseKind, key: str | None) -> History:
         """See ``PauseKnowledge``."""
@@ -173,16 +177,60 @@ class PauseStats:
         length_s: float,
         forecast: Forecast | None = None,
         forecast_at_s: float = 0.0,
+        *,
+        rhythm: int | None = None,
+        given_up: bool = False,
     ) -> None:
         """A pause ended after ``length_s`` seconds. ``forecast``: what the client said of it, ``forecast_at_s`` seconds
-        into the pause (None: nothing). Of several forecasts of one pause the engine passes the first."""
+        into the pause (None: nothing). Of several forecasts of one pause the engine passes the first. ``given_up``: it has
+        been counted by ``observe_censored`` and now turns out to end after all."""
         if forecast is not None and length_s > forecast_at_s:
             self._score_length(tenant, kind, key, length_s, forecast, forecast_at_s)
+        for node, cap in self._taught(tenant, kind, key, rhythm):
+            node.add(length_s)
+            if given_up:
+                node.ended = max(0.0, node.ended - 1.0)
+            node.count(True, cap)
+
+    def _taught(
+        self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None
+    ) -> Iterator[tuple[_Node, float]]:
+        """The levels that a pause teaches, made where missing, each with its cap."""
+        yield self._kinds[kind], _CAP_KIND
         key_node, tenant_node = self._nodes(tenant, kind, key)
-        for node, cap in ((self._kinds[kind], _CAP_KIND), (tenant_node, _CAP_TENANT), (key_node, _CAP_KEY)):
-            if node is not None:
-                node.add(length_s)
-                node.count(True, cap)
+        yield tenant_node, _CAP_TENANT
+        if key_node is not None:
+            yield key_node, _CAP_KEY
+        if rhythm is not None:
+            node, _ = self._nodes(tenant, kind, _rhythm_key(key, rhythm))
+            assert node is not None
+            yield node, _CAP_RHYTHM
+
+    def observe_end(self, tenant: str, kind: PauseKind, key: str | None, forecast: Forecast | None = None) -> None:
+        """A session's end was announced."""
+        self._score_end(tenant, kind, key, forecast)
+        self._word(tenant, "end").add(1.0, 0.0)
+
+    def observe_false_end(self, tenant: str) -> None:
+        """A session came back although its end had been announced."""
+        self._word(tenant, "end").add(0.0, 1.0)
+
+    def observe_compaction(self, tenant: str, came: bool) -> None:
+        """The prompt after an announced compaction: whether it was shorter than the one before."""
+        self._word(tenant, "compaction").add(1.0, 0.0 if came else 1.0)
+
+    def _word(self, tenant: str, of: str) -> _Word:
+        word = self._words.setdefault((tenant, of), _Word())
+        self._words.move_to_end((tenant, of))
+        if len(self._words) > 2 * self._tenants_max:
+            self._words.popitem(last=False)
+        return word
+
+    def _score_end(self, tenant: str, kind: PauseKind, key: str | None, forecast: Forecast | None) -> None:
+        if forecast is not None and forecast.p_return is not None:
+            known = self.p_return(tenant, kind)
+            for score in self._scores_for(tenant, kind, key):
+                score.add_return(forecast.p_return, known, returned=False)
 
     def observe_censored(
         self,
@@ -191,19 +239,17 @@ class PauseStats:
         elapsed_s: float,
         key: str | None = None,
         forecast: Forecast | None = None,
+        *,
+        rhythm: int | None = None,
     ) -> None:
-        """A session ended, or was given up, ``elapsed_s`` seconds into a pause: it never returned.
+        """Nobody announced an end, and a session was given up ``elapsed_s`` seconds into a pause: it never returned.
 
         ``elapsed_s`` says nothing about the lengths of pauses that do end; a negative one is a caller's mistake.
         """
         assert elapsed_s >= 0.0
-        if forecast is not None and forecast.p_return is not None:
-            known = self.p_return(tenant, kind)
-            for score in self._scores_for(tenant, kind, key):
-                score.add_return(forecast.p_return, known, returned=False)
-        _, tenant_node = self._nodes(tenant, kind, None)
-        self._kinds[kind].count(False, _CAP_KIND)
-        tenant_node.count(False, _CAP_TENANT)
+        self._score_end(tenant, kind, key, forecast)
+        for node, cap in self._taught(tenant, kind, key, rhythm):
+            node.count(False, cap)
 
     def metrics(self) -> dict[str, float | dict[str, float]]:
         """Sizes, pauses seen by kind, and the histogram of forecasts' probability integral transforms in ten bins: flat
@@ -218,7 +264,9 @@ class PauseStats:
 
     # --- inside ---
 
-    def _chain(self, tenant: str, kind: PauseKind, key: str | None) -> Iterator[tuple[_Node, float]]:
+    def _chain(
+        self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None
+    ) -> Iterator[tuple[_Node, float]]:
         """The levels that exist, from general to particular, with the pseudo-count of what lies above each."""
         yield self._kinds[kind], _K_KIND
         node = self._tenants.get((tenant, kind))
@@ -228,10 +276,14 @@ class PauseStats:
             node = self._keys.get((tenant, kind, key))
             if node is not None:
                 yield node, _K_KEY
+        if rhythm is not None:
+            node = self._keys.get((tenant, kind, _rhythm_key(key, rhythm)))
+            if node is not None:
+                yield node, _K_KEY
 
-    def _masses(self, tenant: str, kind: PauseKind, key: str | None) -> list[float]:
+    def _masses(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> list[float]:
         masses = list(_PRIOR[kind])
-        for node, k in self._chain(tenant, kind, key):
+        for node, k in self._chain(tenant, kind, key, rhythm):
             scale = 1.0 / (k + node.lengths.total)
             masses = [(k * mass + count) * scale for mass, count in zip(masses, node.lengths.counts, strict=True)]
         return masses

@@ -85,12 +85,13 @@ def masses_of(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
     return tuple(high - low for low, high in pairwise(cumulative))
 
 
-def quantiles_of(masses: Sequence[float], n: int) -> tuple[float, ...]:
-    """Lengths in seconds at probabilities (i + 0.5) / n of a distribution given by bin masses that add up to 1."""
+def quantiles_of(masses: Sequence[float], n: int, halvings: int = 0) -> tuple[float, ...]:
+    """Lengths in seconds at probabilities (i + 0.5) / n of a distribution given by bin masses that add up to 1, then, where
+    each time half of what is left has come, ``halvings`` more."""
+    goals = [(k + 0.5) / n for k in range(n)] + [1.0 - 0.5 / n * 0.5**k for k in range(1, halvings + 1)]
     out = []
     below, i = 0.0, 0
-    for k in range(n):
-        goal = (k + 0.5) / n
+    for goal in goals:
         while i < BINS - 1 and below + masses[i] < goal:
             below += masses[i]
             i += 1

@@ -31,6 +31,8 @@ _Z_FAR = (3.25, 3.5, 4.0, 4.5)
 _Z_NARROW = (*(-z for z in reversed(_Z_FAR)), *(i * 0.125 for i in range(-24, 25)), *_Z_FAR)
 _Z_WIDE = tuple(i * 0.25 for i in range(-14, 15))
 _TAIL_DOUBLINGS = 12
+EVEN = 64
+"""Of a longer list of quantiles the first so many are evenly spaced; each further one halves what is left."""
 _SQRT2 = sqrt(2.0)
 _SQRT2PI = sqrt(2.0 * pi)
 
@@ -83,7 +85,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Empirical:
-    """Observed lengths as ``quantiles`` at evenly spaced probabilities (i + 0.5) / n, in seconds, ascending.
+    """Observed lengths as ``quantiles`` at evenly spaced probabilities (i + 0.5) / n, in seconds, ascending; beyond the
+    64th, each where half of what is left has come.
 
     Beyond the last one follows a power law with exponent 1 ("having waited t, the median remaining wait is about t").
     ``after_s``: only lengths beyond it count, and time starts there.
@@ -133,13 +136,14 @@ Component: TypeAlias = tuple[float, float, Part]
 @lru_cache(maxsize=1024)
 def _points(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The distribution function as points (seconds, probability), from (0, 0) to the end of the power-law tail."""
-    n = len(quantiles)
+    n = min(EVEN, len(quantiles))
     times, mass = [0.0], [0.0]
+    left = 1.0
     for i, quantile in enumerate(quantiles):
         # Ties would be atoms; each gets a cell of a hundred-thousandth of its length.
         times.append(max(quantile, times[-1] * 1.00001, 1e-6))
-        mass.append((i + 0.5) / n)
-    left = 0.5 / n
+        left = 1.0 - (i + 0.5) / n if i < n else 0.5 * left
+        mass.append(1.0 - left)
     for _ in range(_TAIL_DOUBLINGS):
         left *= 0.5
         times.append(times[-1] * 2.0)

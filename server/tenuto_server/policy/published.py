@@ -12,6 +12,7 @@ from math import inf, log
 
 from tenuto_server.policy.baselines import PROTECTED, Lru
 from tenuto_server.policy.decision import Retention
+from tenuto_server.policy.index import EVEN
 from tenuto_server.policy.tiering import recompute_s
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName
 
@@ -61,7 +62,7 @@ class Continuum(Lru):
         if knowledge.history(pause.tenant, pause.kind, None).n <= COLD_SAMPLES:
             return _pin(pause, system, DEFAULT_PIN_S, f"{pause.kind}: too few samples")
         own = knowledge.history(pause.tenant, pause.kind, pause.key).n > COLD_SAMPLES
-        durations = knowledge.quantiles(pause.tenant, pause.kind, pause.key if own else None)
+        durations = knowledge.quantiles(pause.tenant, pause.kind, pause.key if own else None)[:EVEN]
         gain_s = _lost(pause, system) * (1.0 + system.cost.waiting)
         tau, best = 0.0, 0.0
         for i, duration in enumerate(durations):

@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import exp, floor, inf, log
 
 from tenuto.wire import Forecast, PauseKind
+from tenuto_server.policy.calibration import GIVE_UP_S, GONE_BELOW
 from tenuto_server.policy.decision import Retention
 from tenuto_server.policy.index import Component, Curve, Empirical, LogNormal, mixture
 from tenuto_server.policy.priors import KIND_SHARE, P_INTACT
@@ -92,16 +93,17 @@ def kind_shares(pause: PauseView) -> list[tuple[float, PauseKind]]:
 def _known(pause: PauseView, knowledge: PauseKnowledge, at_s: float, weight: float) -> list[Component]:
     """What is known without the client, as of ``at_s`` seconds into the pause, with total weight ``weight``."""
     if pause.kind != "unknown" and at_s <= 0.0:
-        quantiles = knowledge.quantiles(pause.tenant, pause.kind, pause.key)
+        quantiles = knowledge.quantiles(pause.tenant, pause.kind, pause.key, pause.rhythm)
         part = Empirical(quantiles if isinstance(quantiles, tuple) else tuple(quantiles))
-        return [(weight, _share(knowledge.p_return(pause.tenant, pause.kind)), part)]
+        return [(weight, _share(knowledge.p_return(pause.tenant, pause.kind, pause.key, pause.rhythm)), part)]
     shares = kind_shares(pause)
     parts: list[Component] = []
     left = 0.0
     for share, kind in shares:
-        quantiles = knowledge.quantiles(pause.tenant, kind, pause.key if len(shares) == 1 else None)
+        key, rhythm = (pause.key, pause.rhythm) if len(shares) == 1 else (None, None)
+        quantiles = knowledge.quantiles(pause.tenant, kind, key, rhythm)
         part = Empirical(quantiles if isinstance(quantiles, tuple) else tuple(quantiles), at_s)
-        p_return = knowledge.p_return(pause.tenant, kind)
+        p_return = knowledge.p_return(pause.tenant, kind, key, rhythm)
         if at_s > 0.0:
             # Bayes: having lasted at_s speaks for kinds that last, and for never returning.
             survival = part.survival()
@@ -149,7 +151,9 @@ def pause_curve(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool) -> t
             p_said = known / (1.0 - weight) if weight < 1.0 else P_RETURN_STATED
         components.append((weight, _share(p_said), _forecast_part(said.log_median, said.sigma)))
     if pause.end_keep_s is not None and hear:
-        components = [(share, p * P_RETURN_ENDED, part) for share, p, part in components]
+        # Asked to be kept, or announced by somebody whose announcements proved false.
+        back = P_RETURN_ENDED if pause.end_keep_s > pause.elapsed_s else knowledge.p_return_ended(pause.tenant)
+        components = [(share, _share(p * back), part) for share, p, part in components]
     curve = mixture(tuple(components))
     alive_x = min(pause.alive_until_s, pause.elapsed_s) - at_s if hear else 0.0
     if alive_x > 0.0 and curve.total > 0.0 and curve.end_mass > 0.0:
@@ -177,7 +181,7 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     The rate is the Gittins index times the share of the KV that the next prompt is expected to begin with.
     """
     keep_s = pause.end_keep_s if hear else None
-    if keep_s is not None and pause.elapsed_s >= keep_s:
+    if keep_s is not None and pause.elapsed_s >= keep_s and knowledge.p_return_ended(pause.tenant) < GONE_BELOW:
         return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "ended")
     curve, x, weight = pause_curve(pause, knowledge, hear=hear)
     index, before = curve.index_at(x), curve.mass_at(x)
@@ -188,7 +192,10 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     if valid_s < soonest:
         valid_s = soonest
     until_s = LEASE_MAX_S
-    if keep_s is not None:
+    if pause.elapsed_s < GIVE_UP_S:
+        # The engine counts it as one that never ends then; it must be asked to do so.
+        valid_s = min(valid_s, max(soonest, GIVE_UP_S - pause.elapsed_s))
+    if keep_s is not None and keep_s > pause.elapsed_s:
         until_s = keep_s - pause.elapsed_s
         valid_s = min(valid_s, until_s)
     values = _values(pause, rate, system)

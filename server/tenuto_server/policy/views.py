@@ -37,7 +37,7 @@ class PauseView:
     ``resume_at_s``: the harness said that the return comes at this elapsed time. ``alive_until_s``: keepalives vouch for
     the session until this elapsed time. ``end_keep_s``: the harness ended the session but asked to keep it until this
     elapsed time (0 when not at all); None when it did not end. ``recent``: the session's last pauses of any kind, oldest
-    first, a handful.
+    first, a handful. ``rhythm``: how its pauses of this kind compare with others' (``calibration.rhythm_of``).
     """
 
     tenant: str
@@ -54,6 +54,7 @@ class PauseView:
     turns: int = 0
     context_tokens: int = 0
     recent: tuple[Cycle, ...] = ()
+    rhythm: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +119,17 @@ class ExtentView:
 class PauseKnowledge(Protocol):
     """Learned pause distributions, as a policy sees them. Owned and taught by the engine's session table."""
 
-    def quantiles(self, tenant: str, kind: PauseKind, key: str | None) -> Sequence[float]:
-        """Pause lengths in seconds at evenly spaced probabilities (i + 0.5) / n, ascending, shrunk key -> kind -> all."""
+    def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> Sequence[float]:
+        """Pause lengths in seconds, ascending: at evenly spaced probabilities (i + 0.5) / n, n at most 64, and beyond the
+        64th each where half of what was left has come. Shrunk (key, rhythm) -> key -> kind -> all."""
         ...
 
-    def p_return(self, tenant: str, kind: PauseKind) -> float:
-        """Learned probability that a session pausing in this way ever returns."""
+    def p_return(self, tenant: str, kind: PauseKind, key: str | None = None, rhythm: int | None = None) -> float:
+        """Learned probability that a session pausing in this way ever returns, its end not having been announced."""
+        ...
+
+    def p_return_ended(self, tenant: str) -> float:
+        """Learned probability that it returns although its end was announced."""
         ...
 
     def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
