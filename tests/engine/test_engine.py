@@ -177,6 +177,52 @@ def test_preemption_recomputes_and_changes_no_token(kit: SimpleNamespace) -> Non
         assert turn.tokens == kit.reference(prompt, 90)
 
 
+def test_a_turn_that_outgrows_the_device_ends_by_length(kit: SimpleNamespace) -> None:
+    """Nothing can be preempted for it: it ends with what it has, and the next turn is served."""
+    world = kit.world("tenuto", device=20, host=0, disk=0)
+    prompt = words(kit, 40)
+    record = world.submit(SubmitTurn("r-0", "t", np.array(prompt, np.int32), Sampling(500), session="s"))
+    world.run()
+    assert record.done is not None
+    assert record.done.reason == "length"
+    assert 30 <= len(record.tokens) <= 41
+    assert record.tokens == kit.reference(prompt, len(record.tokens))
+    assert ask(world, "t", words(kit, 30)).done is not None
+
+
+def test_late_loads_leave_no_block_owned_twice(kit: SimpleNamespace) -> None:
+    """Blocks computed while their load hung are handed over once it ends: a running turn owns only what it must."""
+    slow = {"armed": False}
+
+    def fault(transfer: Transfer) -> Fault | None:
+        return Fault("delay") if slow["armed"] and transfer.dst == "device" else None
+
+    world = kit.world("lru", fault, device=90, host=200, disk=0, step_tokens=16)
+    prompt = words(kit, 120)
+    first = ask(world, "a", prompt)
+    ask(world, "b", words(kit, 330))
+    slow["armed"] = True
+    back = [*prompt, *first.tokens, *words(kit, 2)]
+    turn = world.submit(SubmitTurn("back-0", "t", np.array(back, np.int32), Sampling(150), session="a"))
+    world.run(until_s=world.now_s + 1.2)
+    assert world.engine.metrics()["restores_late_total"] >= 1
+    slow["armed"] = False
+    world.machine.complete()
+    world.collect(world.machine.take_events())
+    leaked = []
+
+    def watch() -> None:
+        for table in world.engine.core.cache.tables:
+            own = np.flatnonzero(table.private[: min(table.front // kit.block, table.path_blocks)])
+            leaked.append(len(own))
+
+    world._after_step = watch
+    world.run()
+    assert turn.tokens == kit.reference(back, 150)
+    assert leaked
+    assert leaked[-1] == 0
+
+
 def test_too_long_is_refused_with_both_numbers(kit: SimpleNamespace) -> None:
     world = kit.world("tenuto", device=40)
     record = ask(world, "s", words(kit, 200))

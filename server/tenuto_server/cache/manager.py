@@ -215,6 +215,25 @@ class CacheManager:
         while table.path_blocks < last:
             self._extend_path(table, tokens[: last * size])
 
+    def reconcile(self, table: BlockTable) -> None:
+        """Gives back or hands over blocks that a sequence computed for itself while a copy of the same blocks was in
+        flight (a late load). Not while a forward reads them."""
+        done = min(table.front // self.block_tokens, table.path_blocks)
+        own: list[int] = np.flatnonzero(table.private[:done]).tolist()
+        if not own:
+            return
+        for extent in path_to(table.tip, own[0]):
+            mine = [block for block in own if extent.start <= block < extent.end]
+            slots = extent.slots[DEVICE]
+            if not mine or (slots is None and extent.moves):
+                continue
+            if slots is not None:
+                low, high = mine[0], mine[-1] + 1
+                self._own(table, low, high, give_back=True)
+                table.blocks[low:high] = slots[low - extent.start : high - extent.start]
+            elif mine == list(range(mine[0], mine[-1] + 1)):
+                self._fill_hole(table, extent, mine[0], mine[-1] + 1)
+
     def _fill_hole(self, table: BlockTable, extent: Extent, low: int, high: int) -> None:
         piece = extent
         if low > extent.start:

@@ -47,6 +47,7 @@ class Scheduler:
         self._step = 0
         self.admit_again = True
         self._overdue_ns: int | None = None
+        self._starved: Sequence | None = None
 
     # ---- arrival and departure -----------------------------------------------------------------------------------
 
@@ -262,9 +263,16 @@ class Scheduler:
             if sequence in self.running:  # it may have been preempted for one before it
                 budget -= self._plan_sequence(sequence, budget, rows, copies)
         if not rows:
+            self._end_starved()
             return None
         self._step += 1
         return ForwardPlan(self._step, tuple(rows), tuple(copies))
+
+    def _end_starved(self) -> None:
+        """A turn that runs alone and finds no block, with nothing in flight, has used up the device: it ends here."""
+        starved, self._starved = self._starved, None
+        if starved is not None and starved in self.running:
+            self.finish(starved, "length")
 
     def _plan_sequence(
         self, sequence: Sequence, budget: int, rows: list[ForwardRow], copies: list[tuple[int, int]]
@@ -319,6 +327,8 @@ class Scheduler:
             flying = {planned.sequence for planned in self._flight}
             others = [s for s in self.running if s is not sequence and s not in flying and s.table is not None]
             if not others:
+                if not core.cache.tiers.moves and len(self.running) == 1:
+                    self._starved = sequence
                 return False
             self.preempt(max(others, key=lambda s: (s.admitted_ns, s.id)))
         return True
