@@ -232,11 +232,15 @@ class Scheduler:
                 sequence.divergence = Divergence(token=common, tokens_lost=reach - common)
         if common >= reach:
             self._lose(sequence, "capacity", had - max(reach, known))  # beyond what the tree still remembers
+        if session.context_tokens:
+            core.safeguard.turn(session.handle, length, max(known, common), cached.get(TIERS[DEVICE], 0))
         rest = length - sum(sequence.cached.values()) - sum(sequence.recomputed.values())
         self._lose(sequence, "cold", rest)
         core.count("prompt_tokens", length)
         for tier, count in sequence.cached.items():
             core.count("cached_tokens", count, tier)
+        for label, count in sequence.recomputed.items():
+            core.count("recomputed_tokens", count, label)
 
     def _lose(self, sequence: Sequence, label: str, count: int) -> None:
         if count > 0:
