@@ -16,6 +16,7 @@ from tenuto_server.engine.plan import Output
 from tenuto_server.engine.session import Session, SessionTable
 from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.decision import Policy
+from tenuto_server.policy.safeguard import Safeguard
 from tenuto_server.policy.views import CostView, ExtentView, SystemView, TierView
 
 # A lost extent can have many sessions below it; beyond this many nodes the label is decided by those looked at.
@@ -35,6 +36,7 @@ class Core:
         self.sessions = SessionTable(config.sessions_per_tenant_max)
         self.knowledge = PauseStats()
         self.costs = Costs(config)
+        self.safeguard = Safeguard(config.cache.device_blocks * config.cache.block_tokens)
         self.outputs: list[Output] = []
         self.counters: defaultdict[str, int] = defaultdict(int)
         self.labelled: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -79,6 +81,7 @@ class Core:
                     rhythm=other.rhythm(pause.kind),
                 )
             self.cache.set_tip(other.handle, None)
+            self.safeguard.end(other.handle)
         return session
 
     # ---- views ---------------------------------------------------------------------------------------------------
@@ -109,6 +112,7 @@ class Core:
                     config.cache.block_tokens,
                     config.block_bytes,
                 ),
+                self.safeguard.trust,
             )
         return self._system
 

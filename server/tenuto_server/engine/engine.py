@@ -259,5 +259,7 @@ class Engine:
         figures["sessions"] = float(len(core.sessions.by_handle))
         figures["copied_blocks_total"] = float(cache.copied_blocks)
         figures["prefill_seconds_per_token"] = core.costs.prefill_a_s
+        figures["policy_trust"] = core.safeguard.trust
+        figures["policy_lead_over_lru"] = core.safeguard.lead
         figures["decisions_total"] = float(core.journal.count)
         return figures

@@ -120,10 +120,13 @@ def _known(pause: PauseView, knowledge: PauseKnowledge, at_s: float, weight: flo
     return [(share * weight / total, p, part) for share, p, part in rounded if share > 0.0]
 
 
-def pause_curve(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool) -> tuple[Curve, float, float]:
+def pause_curve(
+    pause: PauseView, knowledge: PauseKnowledge, *, hear: bool, trust: float = 1.0
+) -> tuple[Curve, float, float]:
     """The pause as (curve, the pause's elapsed time on it, weight of the client's words).
 
-    The curve starts when the client last spoke of the pause's length, or with the pause. ``hear`` False ignores it.
+    The curve starts when the client last spoke of the pause's length, or with the pause. ``hear`` False ignores it;
+    ``trust`` is a factor on the weight it has earned.
     """
     said: LogNormal | None = None
     weight, at_s, p_said = 0.0, 0.0, P_RETURN_STATED
@@ -140,7 +143,7 @@ def pause_curve(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool) -> t
                 weight *= pause.forecast.confidence
             if pause.forecast.p_return is not None:
                 p_said = pause.forecast.p_return
-    weight = floor(weight * 20.0 + 0.5) / 20.0
+    weight = floor(weight * trust * 20.0 + 0.5) / 20.0
     if said is None or weight <= 0.0:
         weight, at_s = 0.0, 0.0
     x = max(0.0, pause.elapsed_s - at_s)
@@ -183,12 +186,21 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     keep_s = pause.end_keep_s if hear else None
     if keep_s is not None and pause.elapsed_s >= keep_s and knowledge.p_return_ended(pause.tenant) < GONE_BELOW:
         return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "ended")
-    curve, x, weight = pause_curve(pause, knowledge, hear=hear)
+    trust = floor(system.trust * 20.0 + 0.5) / 20.0
+    if trust <= 0.0:
+        # A rate of 0 for all leaves the order of last use.
+        return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "plain LRU does better")
+    curve, x, weight = pause_curve(pause, knowledge, hear=hear, trust=max(0.0, min(1.0, trust - 1.0)))
     index, before = curve.index_at(x), curve.mass_at(x)
     intact = P_INTACT[pause.kind]
     rate = index * intact
+    if trust < 1.0 and index > 0.0:
+        # 1 / (time since the last use) orders like LRU: a geometric mean of both, since only ratios matter.
+        rate = rate**trust * (1.0 + pause.elapsed_s) ** (trust - 1.0)
     valid_s = curve.next_change(x, index, CHANGE) - x if index > 0.0 else inf
     soonest = REVISIT_MIN_S + REVISIT_MIN_SHARE * pause.elapsed_s
+    if trust < 1.0:
+        valid_s = min(valid_s, 0.25 * (1.0 + pause.elapsed_s))
     if valid_s < soonest:
         valid_s = soonest
     until_s = LEASE_MAX_S

@@ -88,10 +88,12 @@ class CostView:
 
 @dataclass(frozen=True, slots=True)
 class SystemView:
-    """Tiers from fast to slow (only those that exist) and the machine's costs."""
+    """Tiers from fast to slow (only those that exist) and the machine's costs. ``trust``: how far the index is trusted
+    (``safeguard``): 2 wholly, 1 without forecasts, 0 not at all."""
 
     tiers: tuple[TierView, ...]
     cost: CostView
+    trust: float = 2.0
 
     def tier(self, name: TierName) -> TierView | None:
         """The view of that tier; None where it does not exist."""
