@@ -86,7 +86,7 @@ def test_the_cache_is_intact_after_every_step(
         def _advance(self) -> None:
             nonlocal checks
             super()._advance()
-            if self.steps % 20 == 0:
+            if self.steps % 50 == 0:
                 check(self.engine.core.cache)
                 checks += 1
 
@@ -94,7 +94,7 @@ def test_the_cache_is_intact_after_every_step(
     workload = steady(synthetic, 30.0, 2, window_s=900.0, warm_up_s=300.0, served=timing != "none")
     row = simulate(synthetic, Setup(policy, 0.25, 2, tiers=tiers, timing=timing, unit=64, host_ratio=1.0), workload)
     assert row["turns"] > 20
-    assert checks > 10
+    assert checks > 5
     labels = row["misses_by_label"]
     found = sum(row["found_tokens_by_tier"].values())
     assert found + sum(labels.values()) == row["prompt_tokens"], "every prompt token has one source"

@@ -42,11 +42,11 @@ def simulate(argv: list[str]) -> int:
         console = Console(stderr=True)
         rows = _run(args.trace, setups, args.jobs, console)
         title = f"{Path(args.trace).name}: {args.alive:g} alive, seeds {args.seed}, hints {args.hints}"
-        report.show(rows, Console(), title)
+        report.show(rows, _console(), title)
         if args.json is not None:
             arguments = {
                 name: getattr(args, name)
-                for name in ("policy", "capacity_frac", "alive", "seed", "tiers", "hints", "timing", "unit")
+                for name in ("policy", "capacity_frac", "alive", "seed", "tiers", "hints", "timing", "service", "unit")
             }
             arguments |= {"host_ratio": args.host_ratio, "disk_ratio": args.disk_ratio}
             arguments |= {"window_h": args.window_h, "warm_up_h": args.warm_up_h}
@@ -72,6 +72,7 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
             tiers=tiers,
             hints=args.hints,
             timing=args.timing,
+            service=args.service,
             host_ratio=args.host_ratio,
             disk_ratio=args.disk_ratio,
             window_s=args.window_h * 3600.0,
@@ -106,6 +107,12 @@ def _run(source: str, setups: Sequence[Setup], jobs: int, console: Console) -> l
         return sweep(source, setups, jobs, heard)
 
 
+def _console() -> Console:
+    """Standard output; wide enough for the table where nobody looks through a window."""
+    console = Console()
+    return console if console.is_terminal else Console(width=132)
+
+
 def commit() -> str:
     """The commit of this source tree, else the version installed."""
     asked = subprocess.run(
@@ -130,7 +137,7 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("b", type=Path, help="the other one, of the same kind")
     args = parser.parse_args(argv)
     try:
-        return compare_files(args.a, args.b, Console())
+        return compare_files(args.a, args.b, _console())
     except TenutoServerError as error:
         print(f"tenuto compare: {error}", file=sys.stderr)
         return 2
@@ -150,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--disk-ratio", type=float, default=16.0, help="disk size in device sizes (default %(default)g)"
     )
+    parser.add_argument("--service", default="recorded", help="without timing: recorded or none (answers take no time)")
     parser.add_argument("--unit", type=int, help="tokens of one simulated block (default 64, with timing 16)")
     parser.add_argument("--window-h", type=float, default=WINDOW_S / 3600, help="hours measured (default %(default)g)")
     parser.add_argument("--warm-up-h", type=float, default=WARM_UP_S / 3600, help="hours before (default %(default)g)")

@@ -167,7 +167,11 @@ class Harness:
                     self._say(line, AgentFork(session=line.name, seq=self._seq(line), child=name))
                 self._open(name, child.session, 0, 0.0, line)
         if not last:
-            self._send(line, request.pause_s or 0.0)
+            self._send(line, self._away_s(request) or 0.0)
+
+    def _away_s(self, request: Request) -> float | None:
+        """How long a session stays away after an answer. Where answers take no time, theirs is part of it."""
+        return request.away_s(served=self.workload.served and not self.answers)
 
     # ---- what it tells -------------------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class Harness:
             self._lie(line, request)
             return
         if know.r2 is not None:
-            p50_s, p90_s = self.scale.forecast(request.pause, request.pause_s, know.r2, line.rng)
+            p50_s, p90_s = self.scale.forecast(request.pause, self._away_s(request), know.r2, line.rng)
             self._say(line, self._pause(line, request, p50_s, p90_s))
         if know.compaction and following is not None and following.prompt < COMPACTED_BELOW * request.prompt:
             kept = Shared(tokens=min(following.shared // self.unit, len(line.prompt)))
@@ -194,7 +198,7 @@ class Harness:
         """The opposite of the truth in everything that an honest harness would have told."""
         know = self.knowledge
         if know.r2 is not None:
-            p50_s, p90_s = self.scale.lie(request.pause, request.pause_s, line.rng)
+            p50_s, p90_s = self.scale.lie(request.pause, self._away_s(request), line.rng)
             self._say(line, self._pause(line, request, p50_s, p90_s))
         if know.compaction and line.rng.random() < LIED_COMPACTION:
             kept = Shared(tokens=0)

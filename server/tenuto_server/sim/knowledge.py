@@ -110,14 +110,15 @@ class PauseScale:
     by_class: dict[PauseClass, tuple[float, float]]
 
     @classmethod
-    def of(cls, sessions: Iterable[Session]) -> PauseScale:
-        """Measured over all recorded pauses of a trace."""
+    def of(cls, sessions: Iterable[Session], *, served: bool = False) -> PauseScale:
+        """Measured over all pauses of a trace; ``served``: each with the answer's time before it."""
         logs: dict[PauseClass, list[float]] = {}
         for session in sessions:
             for line in (session, *(child.session for child in session.children)):
                 for request in line.requests:
-                    if request.pause_s is not None:
-                        logs.setdefault(request.pause, []).append(log(max(request.pause_s, PAUSE_MIN_S)))
+                    away_s = request.away_s(served=served)
+                    if away_s is not None:
+                        logs.setdefault(request.pause, []).append(log(max(away_s, PAUSE_MIN_S)))
         scale = {}
         for cls_, values in logs.items():
             mean = sum(values) / len(values)

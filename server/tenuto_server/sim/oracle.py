@@ -40,7 +40,7 @@ def uses(workload: Workload, unit: int) -> list[Use]:
     found: list[tuple[float, int, int, Use]] = []
     number = 0
     for thread in workload.threads:
-        times = request_times(thread.session, served=False)
+        times = request_times(thread.session, served=workload.served)
         begin_s = thread.start_s - times[thread.first]
         lines = [(thread.session, thread.first, begin_s)]
         for child in thread.session.children:
@@ -55,7 +55,7 @@ def uses(workload: Workload, unit: int) -> list[Use]:
 
 
 def _line(session: Session, first: int, start_s: float, number: int, unit: int, workload: Workload) -> Iterator[Use]:
-    times = request_times(session, served=False)
+    times = request_times(session, served=workload.served)
     requests, length = session.requests, 0
     for i in range(first, len(requests)):
         request = requests[i]

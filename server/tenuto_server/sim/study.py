@@ -35,7 +35,8 @@ _HOST_FACTOR, _DISK_FACTOR = 19.0, 4.6
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Everything that one row depends on, the trace aside. ``host_ratio``, ``disk_ratio``: size of those tiers in units of
-    the device's."""
+    the device's. ``service`` (without timing): "recorded" keeps requests as far apart as they were recorded, though none
+    takes any time; "none" takes the answers' time out."""
 
     policy: str
     capacity_frac: float
@@ -45,10 +46,16 @@ class Setup:
     tiers: tuple[str, ...] = ("device",)
     hints: str = "on"
     timing: str = "none"
+    service: str = "recorded"
     window_s: float = 86400.0
     warm_up_s: float = 14400.0
     host_ratio: float = 4.0
     disk_ratio: float = 16.0
+
+    @property
+    def served(self) -> bool:
+        """The workload's timeline contains the answers' recorded time."""
+        return self.service == "recorded" or self.timing != "none"
 
     def check(self) -> None:
         """Raises ``ConfigError`` for anything that cannot be run."""
@@ -59,6 +66,8 @@ class Setup:
             raise ConfigError(f"--tiers {','.join(self.tiers)!r}: device, or device,host, or device,host,disk")
         if policy is None and (machine_of(self.timing) is not None or len(self.tiers) > 1):
             raise ConfigError("the oracle is defined for one tier without timing")
+        if self.service not in ("recorded", "none"):
+            raise ConfigError(f"--service {self.service!r} is none of recorded, none")
         if self.capacity_frac <= 0.0 or self.alive <= 0.0 or self.unit < 1 or self.window_s <= 0.0:
             raise ConfigError("capacity, sessions alive, unit and window must be positive")
 
@@ -79,6 +88,7 @@ def simulate(trace: Trace, setup: Setup, workload: Workload) -> dict[str, Any]:
         "seed": setup.seed,
         "tiers": ",".join(setup.tiers),
         "timing": setup.timing,
+        "service": setup.service,
         "hints": setup.hints,
         "alive": round(workload.alive, 3),
         "live_tokens": round(workload.live_tokens),
@@ -174,7 +184,7 @@ class _Run:
             workload,
             parse_policy(setup.policy)[1],
             Delivery.parse(setup.hints),
-            PauseScale.of(trace.sessions),
+            PauseScale.of(trace.sessions, served=workload.served and not self._timed),
             setup.unit,
             self._record,
             answers=self._timed,

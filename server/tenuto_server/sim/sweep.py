@@ -34,7 +34,7 @@ def workload_of(source: str, alive: float, seed: int, window_s: float, warm_up_s
 
 def run_one(source: str, setup: Setup) -> Row:
     """One row, in this process."""
-    workload = workload_of(source, setup.alive, setup.seed, setup.window_s, setup.warm_up_s, setup.timing != "none")
+    workload = workload_of(source, setup.alive, setup.seed, setup.window_s, setup.warm_up_s, setup.served)
     return simulate(_trace(source), setup, workload)
 
 

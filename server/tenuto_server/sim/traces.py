@@ -45,6 +45,13 @@ class Request:
     service_s: float
     tool: str | None = None
 
+    def away_s(self, *, served: bool) -> float | None:
+        """How long until the session's next request where answers take no time themselves: the pause, with ``served`` the
+        recorded time of the answer too. None after the last request."""
+        if self.pause_s is None:
+            return None
+        return self.pause_s + (self.service_s if served else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Child:

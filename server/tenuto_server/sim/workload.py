@@ -33,7 +33,8 @@ class Thread:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """``threads`` by start. Only requests sent within ``from_s .. to_s`` count. ``alive``: time-average number of main
-    sessions alive in the window; ``live_tokens``: time-average of the contexts of all sessions alive, tokens."""
+    sessions alive in the window; ``live_tokens``: time-average of the contexts of all sessions alive, tokens. ``served``:
+    requests are as far apart as they were recorded, the answers' time included."""
 
     threads: tuple[Thread, ...]
     from_s: float
@@ -41,13 +42,14 @@ class Workload:
     alive: float
     live_tokens: float
     seed: int
+    served: bool = False
 
 
 def request_times(session: Session, *, served: bool) -> list[float]:
     """When each request is sent, seconds from the first. ``served``: answers take their recorded time, else none."""
     times = [0.0]
     for request in session.requests[:-1]:
-        times.append(times[-1] + (request.pause_s or 0.0) + (request.service_s if served else 0.0))
+        times.append(times[-1] + (request.away_s(served=served) or 0.0))
     return times
 
 
@@ -113,7 +115,7 @@ def _measured(threads: tuple[Thread, ...], from_s: float, to_s: float, seed: int
                 if session.thread == "main":
                     alive_s += held_s
     window_s = to_s - from_s
-    return Workload(threads, from_s, to_s, alive_s / window_s, live / window_s, seed)
+    return Workload(threads, from_s, to_s, alive_s / window_s, live / window_s, seed, served)
 
 
 def _lines(thread: Thread, served: bool) -> Iterator[tuple[Session, float, int]]:
