@@ -55,8 +55,8 @@ class WorkloadSettings:
     seed: int = 1
     agents: int = 12
     tasks: int = 2
-    turns: tuple[int, int] = (3, 4)
-    brief_chars: int = 700
+    turns: tuple[int, int] = (3, 3)
+    brief_chars: int = 550
     output_chars: int = 120
     answer_tokens: int = 6
     compression: float = 10.0
