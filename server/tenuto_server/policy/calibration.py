@@ -23,7 +23,7 @@ GIVE_UP_S = 3600.0
 """A pause this long counts as one that never ends, until it does (KVCT: three in four that have lasted an hour never end)."""
 # Shrinkage: how many observations the level above counts for. Keys: 5 pseudo-calls (the optimum on AgentCgroup's
 # tool + program keys is flat from 1 to 20). Tenants: 10 (KVCT, tool gaps: between-session log-sd 0.37 against 1.20 within).
-_K_KEY, _K_TENANT, _K_KIND = 5.0, 10.0, 20.0
+_K_KEY, _K_RHYTHM, _K_TENANT, _K_KIND = 5.0, 5.0, 10.0, 20.0
 _CAP_KEY, _CAP_RHYTHM, _CAP_TENANT, _CAP_KIND = 200.0, 1000.0, 4000.0, 4000.0
 _K_RETURN = 20.0
 
@@ -279,7 +279,7 @@ class PauseStats:
         if rhythm is not None:
             node = self._keys.get((tenant, kind, _rhythm_key(key, rhythm)))
             if node is not None:
-                yield node, _K_KEY
+                yield node, _K_RHYTHM
 
     def _masses(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> list[float]:
         masses = list(_PRIOR[kind])

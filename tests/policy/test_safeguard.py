@@ -1,0 +1,89 @@
+"""The shadow LRU against hand-played ones, and what its verdict does to decisions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from tenuto.wire import Forecast
+from tenuto_server.policy import PauseStats, make_policy
+from tenuto_server.policy.safeguard import FALL, FULL, SESSIONS_MAX, Safeguard
+from tenuto_server.policy.views import PauseView, SystemView
+
+TENUTO, NONE = make_policy("tenuto"), make_policy("tenuto:none")
+STATS = PauseStats()
+
+
+def paused(elapsed_s: float, **more: object) -> PauseView:
+    return replace(PauseView("t", "tool", None, elapsed_s, context_tokens=1600), **more)  # type: ignore[arg-type]
+
+
+def test_the_shadow_is_lru_by_hand() -> None:
+    guard = Safeguard(100)
+    guard.turn(1, 60, 0, 0)
+    guard.turn(2, 30, 0, 0)
+    guard.turn(3, 40, 0, 0)  # 130 in 100: session 1 keeps 30 of 60
+    assert guard.lead == 0.0
+    guard.turn(1, 60, 60, 60)  # the cache found 60, the shadow 30
+    assert guard.lead == pytest.approx((60 - 30) / 60)
+    # 30 + 40 + 60 in 100: session 2 lost all its 30, for session 1. Only half of what it shared could be found.
+    guard.turn(2, 30, 20, 20)
+    keep = 1.0 - 1.0 / 400.0
+    assert guard.lead == pytest.approx((30 * keep + 20) / (60 * keep + 20))
+
+
+def test_what_is_forgotten_makes_room() -> None:
+    guard = Safeguard(100)
+    guard.turn(1, 60, 0, 0)
+    guard.turn(2, 40, 0, 0)
+    guard.end(2)
+    guard.turn(3, 40, 0, 0)
+    guard.turn(1, 60, 60, 0)
+    assert guard.lead == pytest.approx(-1.0)
+
+
+def test_trust_falls_while_the_shadow_leads_and_comes_back() -> None:
+    guard = Safeguard(1000)
+    guard.turn(1, 100, 0, 0)
+    for i in range(1, 201):
+        guard.turn(1, 100, 100, 0)
+        assert guard.trust == pytest.approx(max(0.0, FULL - FALL * i))
+    for _ in range(5000):
+        guard.turn(1, 100, 100, 100)
+    assert guard.trust == FULL
+
+
+def test_many_sessions_are_sampled() -> None:
+    guard = Safeguard(10 * SESSIONS_MAX)
+    for session in range(8 * SESSIONS_MAX):
+        guard.turn(session, 1, 0, 0)
+    assert len(guard._held) <= SESSIONS_MAX
+    # A sampled session still finds what a full LRU would: all of them fit.
+    sampled = next(iter(guard._held))
+    guard.turn(sampled, 1, 1, 0)
+    assert guard.lead == -1.0
+
+
+def test_without_trust_the_order_is_that_of_last_use(system: SystemView) -> None:
+    found = TENUTO.retention(paused(5.0, forecast=Forecast(p50_s=9.0)), STATS, replace(system, trust=0.0))
+    assert (found.rate, found.valid_s) == (0.0, inf)
+
+
+def test_forecasts_lose_their_weight_first(system: SystemView) -> None:
+    pause = paused(5.0, forecast=Forecast(p50_s=6.0, p90_s=7.0))
+    silent = NONE.retention(pause, STATS, system).rate
+    rates = [TENUTO.retention(pause, STATS, replace(system, trust=trust)).rate for trust in (1.0, 1.3, 1.7, 2.0)]
+    assert rates[0] == silent
+    assert rates == sorted(rates)
+    assert rates[-1] > 1.5 * rates[0]
+
+
+def test_then_the_index_gives_way_to_the_time_since_the_last_use(system: SystemView) -> None:
+    half = replace(system, trust=0.5)
+    for elapsed_s in (0.0, 8.0, 99.0):
+        whole = NONE.retention(paused(elapsed_s), STATS, system).rate
+        found = NONE.retention(paused(elapsed_s), STATS, half)
+        assert found.rate == pytest.approx((whole / (1.0 + elapsed_s)) ** 0.5)
+        assert found.valid_s <= max(0.25 * (1.0 + elapsed_s), 0.1 + 0.05 * elapsed_s) + 1e-9
