@@ -119,7 +119,7 @@ def _first_token_s(url: str, prompt: list[int]) -> float:
 def _token_s(url: str, prompt: list[int]) -> float:
     began = time.perf_counter()
     answer = _call(url, "POST", "/v1/completions", _body(prompt, DECODE_TOKENS))
-    return (time.perf_counter() - began - answer["tenuto"]["ttft_s"]) / (DECODE_TOKENS - 1)
+    return (time.perf_counter() - began - float(answer["tenuto"]["ttft_s"])) / (DECODE_TOKENS - 1)
 
 
 def _body(prompt: list[int], count: int) -> dict[str, Any]:
