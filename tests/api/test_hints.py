@@ -1,6 +1,7 @@
 """Hint carriers, identity, tenants, session views."""
 
 import json
+import time
 
 import pytest
 
@@ -216,4 +217,7 @@ def test_a_committed_compaction_warms_its_new_prompt(site):
     assert "warming" in reasons[0]
     assert "not warmed: messages" in reasons[1]
     assert "warm" not in reasons[2]
+    deadline = time.monotonic() + 5.0  # the turn follows the receipts through the engine's inbox
+    while not site.engine.turns and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert [(turn.warm, turn.session, turn.sampling.max_tokens) for turn in site.engine.turns] == [(True, "s", 0)]
