@@ -25,6 +25,7 @@ import os
 import platform
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -236,6 +237,7 @@ def main() -> None:
     kinds = set(options.only.split(","))
     if unknown := kinds - set(KINDS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends with us
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), options)
         try:
