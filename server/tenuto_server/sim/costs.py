@@ -7,8 +7,10 @@ the copies before it on the same link in the same direction.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from tenuto_server.engine.plan import ForwardPlan, Transfer
 from tenuto_server.errors import ConfigError
@@ -83,12 +85,25 @@ PRESETS: dict[str, Machine] = {
 
 
 def machine_of(name: str) -> Machine | None:
-    """The preset of that name; None for ``none``. Raises ``ConfigError`` that lists them."""
+    """The preset of that name, or what ``tenuto bench costs --out FILE.json`` wrote; None for ``none``. Raises
+    ``ConfigError`` that lists the presets or names what the file lacks."""
     if name == "none":
         return None
+    if name.endswith(".json"):
+        return _measured(Path(name))
     if name not in PRESETS:
         raise ConfigError(f"--timing {name!r} is none of none, {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def _measured(path: Path) -> Machine:
+    try:
+        facts = json.loads(path.read_text("utf-8"))
+        return Machine(**{field.name: facts[field.name] for field in fields(Machine)})
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--timing {path}: {error}") from None
+    except KeyError as error:
+        raise ConfigError(f"--timing {path}: has no {error}; write it with tenuto bench costs --out") from None
 
 
 class Clockwork:
