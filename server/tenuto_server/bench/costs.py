@@ -2,7 +2,7 @@
 
 Prefill is fitted as ``c + a * n + b * n * n / 2`` seconds for n uncached tokens (token x takes a + b * x), by least squares
 over unique prompts of several lengths. Decode is the time between the tokens of one stream, at a short and a long context. Copy bandwidths are what the
-server measured at its start.
+server has measured (1 GB/s where it has not used that path yet).
 """
 
 from __future__ import annotations
