@@ -273,7 +273,8 @@ class RetentionKeeper:
         core = self._core
         for tier in (DEVICE, HOST):
             pool = core.cache.tiers.pools[tier]
-            has_lower = any(core.cache.tiers.pools[t].capacity and core.writable[t] for t in range(tier + 1, 3))
             want = min(int(pool.capacity * _WATERMARK), 2 * core.config.cache.transfer_blocks_max)
-            if has_lower and pool.free < want:
+            if pool.free >= want:
+                continue
+            if any(core.cache.tiers.pools[t].capacity and core.writable[t] for t in range(tier + 1, 3)):
                 core.cache.tiers.make_room(tier, want, core.now_ns)

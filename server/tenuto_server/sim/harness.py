@@ -176,9 +176,9 @@ class Harness:
     # ---- what it tells -------------------------------------------------------------------------------------------
 
     def _tell(self, line: Line, request: Request, last: bool) -> None:
-        now_s, know = self.world.now_ns / 1e9, self.knowledge
+        know = self.knowledge
         # The server reads this off the answer whatever the harness says.
-        self.world.at(now_s, PauseInferred(line.tenant, line.name, request.pause, request.tool))
+        self.world.soon(PauseInferred(line.tenant, line.name, request.pause, request.tool))
         following = None if last else line.session.requests[line.at + 1]
         if line.lies:
             self._lie(line, request)

@@ -93,10 +93,19 @@ class World:
         self._open = 0
         self._remember, self._wakes = remember, wakes
         self._next_wake_ns: int | None = None
+        self._soon: list[Event] = []
 
     def at(self, time_s: float, event: Event | None) -> None:
         """Schedules an event at an absolute time in seconds (not before now); None only wakes the engine."""
         self._at_ns(int(time_s * 1e9), event)
+
+    def soon(self, event: Event) -> None:
+        """Hands over an event before anything else that happens from now on. Where the engine is not woken for its own
+        timers it need not be woken for this either: nothing is decided until the next event."""
+        if self._wakes:
+            self._at_ns(self.now_ns, event)
+        else:
+            self._soon.append(event)
 
     def _at_ns(self, time_ns: int, event: Event | None) -> None:
         self._order += 1
@@ -135,7 +144,7 @@ class World:
 
     def _advance(self) -> None:
         self.now_ns = self._queue[0][0]
-        events = []
+        events, self._soon = self._soon, []
         while self._queue and self._queue[0][0] == self.now_ns:
             event = heapq.heappop(self._queue)[2]
             if event is not None:
