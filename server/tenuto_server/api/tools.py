@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 ToolChoice: TypeAlias = str
-"""``"auto"``, ``"none"``, ``"required"`` (any tool), or the name of the one tool that must be called, behind ``NAMED``."""
+"""``"auto"``, ``"none"``, ``"required"`` (any tool), or the name of the one tool that must be called."""
 
-NAMED = "tool:"
-"""Begins a ``ToolChoice`` that names a tool, so that a tool called "auto" or "none" can be chosen too."""
+_GENERAL = ("auto", "none", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,9 @@ class ToolSpec:
 
 def named_tool(choice: ToolChoice) -> str | None:
     """The tool that must be called; None if the choice names none."""
-    return choice.removeprefix(NAMED) if choice.startswith(NAMED) else None
+    return None if choice in _GENERAL else choice
 
 
 def must_call(choice: ToolChoice) -> bool:
     """Whether the answer has to be a tool call."""
-    return choice == "required" or choice.startswith(NAMED)
+    return choice not in ("auto", "none")
