@@ -1,0 +1,281 @@
+"""What a request says, in one form for all dialects: chat messages, tools and what the answer must be. Holds no state.
+
+A ``Conversation`` is canonical, so that equal content gives equal tokens whatever form it came in: a string is one text
+block; cache marks, item ids and lines that name the client's build stay out; tool calls are numbered in order, since their
+ids differ from client to client; tools keep the order in which they came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto_server.api.errors import bad_request, unsupported
+from tenuto_server.api.tools import ToolChoice, ToolSpec
+
+Json = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""Begins the system line of a coding agent that changes with every session and subagent; it says nothing to a model."""
+
+TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+_MEDIA = ("image", "image_url", "input_image", "input_audio", "audio", "video", "input_file", "file", "document")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MARKS = ("cache_control", "prompt_cache_breakpoint", "citations", "annotations", "id")
+_TOOL_RESULTS_ROLES = ("tool", "function")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """``messages``: {role, content: str, reasoning_content?, tool_calls?, tool_call_id?, name?} in order. ``places``: for each
+    of them its index in the client's own list, None for what stood beside the list. ``removed``: what was kept out of the
+    prompt, by name. ``variables``: template arguments. ``source``: the client's name of its list, for errors."""
+
+    messages: tuple[Json, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    response_schema: Json | None = None
+    places: tuple[int | None, ...] = ()
+    removed: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "messages"
+
+    @property
+    def last_role(self) -> str | None:
+        """The role of the last message."""
+        return self.messages[-1]["role"] if self.messages else None
+
+
+class Writer:
+    """Collects the messages of one conversation. ``strip``: attribution lines stay out."""
+
+    def __init__(self, strip: bool = True) -> None:
+        self.messages: list[Json] = []
+        self.places: list[int | None] = []
+        self.removed: list[str] = []
+        self._strip = strip
+        self._numbers: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def add(self, message: Json, place: int | None) -> None:
+        """Appends a message that is canonical already."""
+        self.messages.append(message)
+        self.places.append(place)
+
+    def text(self, role: str, text: str, place: int | None) -> None:
+        """Appends a plain message. An empty system message says nothing and is left out."""
+        if role in ("system", "developer"):
+            text = self.system_text(text)
+            if not text:
+                return
+        self.add({"role": role, "content": text}, place)
+
+    def system_text(self, text: str) -> str:
+        """``text`` without a leading attribution line."""
+        if not self._strip or not text.startswith(ATTRIBUTION):
+            return text
+        if "attribution" not in self.removed:
+            self.removed.append("attribution")
+        return text.partition("\n")[2]
+
+    def call(self, call_id: Any, name: str, arguments: Any) -> Json:
+        """A tool call, numbered in the order of the conversation."""
+        number = f"{len(self._numbers) + 1:09d}"  # nine characters: what the strictest known template insists on
+        # A call without an id is counted too; its key cannot collide with a client's string.
+        key = call_id if isinstance(call_id, str) and call_id else f"\0{number}"
+        self._numbers[key] = number
+        self._names[key] = name
+        return {"id": number, "type": "function", "function": {"name": name, "arguments": parsed_arguments(arguments)}}
+
+    def result(self, call_id: Any, text: str, place: int | None, name: str | None = None) -> None:
+        """Appends a tool's result, tied to its call by number and name."""
+        message: Json = {"role": "tool", "content": text}
+        if isinstance(call_id, str):
+            message["tool_call_id"] = self._numbers.get(call_id, "000000000")
+            name = name or self._names.get(call_id)
+        if name:
+            message["name"] = name
+        self.add(message, place)
+
+    def assistant(self, text: str, reasoning: str, calls: Sequence[Json], place: int | None) -> None:
+        """Appends an answer."""
+        message: Json = {"role": "assistant", "content": text}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = list(calls)
+        self.add(message, place)
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Arguments as templates want them: an object; text that is not one stays text."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        return parsed if isinstance(parsed, dict) else arguments
+    return {} if arguments is None else arguments
+
+
+def joined_text(content: Any, where: str, references: Mapping[str, ToolSpec] | None = None) -> str:
+    """The text of string, null or block-list content; blocks are joined by a newline. ``references``: tools whose
+    definition a ``tool_reference`` block brings in. Raises 400 naming the block."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad_request(f"{where}: expected a string, null or an array of parts", where)
+    return "\n".join(block_text(block, f"{where}[{index}]", references) for index, block in enumerate(content))
+
+
+def block_text(block: Any, where: str, references: Mapping[str, ToolSpec] | None = None) -> str:
+    """The text of one content block. Media are refused; what is unknown stands in the prompt as its own JSON."""
+    if isinstance(block, str):
+        return block
+    if not isinstance(block, dict):
+        raise bad_request(f"{where}: expected an object", where)
+    kind = block.get("type", "text")
+    text = block.get("refusal") if kind == "refusal" else block.get("text")
+    if isinstance(text, str):
+        return text
+    if kind in TEXT_PARTS or kind == "refusal":
+        raise bad_request(f"{where}.text: expected a string", f"{where}.text")
+    if kind == "document" and isinstance(source := block.get("source"), dict) and source.get("type") == "text":
+        return str(source.get("data", ""))
+    if kind in _MEDIA:
+        raise unsupported(f"{where}.type", f"{kind} content; this model reads text only")
+    if kind == "tool_reference" and references and (tool := references.get(str(block.get("tool_name")))) is not None:
+        return dump(tool.schema()["function"], where)
+    return dump({key: value for key, value in block.items() if key not in _MARKS}, where)
+
+
+def dump(value: Any, where: str) -> str:
+    """Compact JSON. Raises 400 for what is nested too deeply."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise bad_request(f"{where}: nested too deeply", where) from None
+
+
+def from_chat(
+    messages: Sequence[Any],
+    tools: Sequence[Any] = (),
+    *,
+    tool_choice: Any = None,
+    parallel_tool_calls: bool | None = None,
+    response_schema: Json | None = None,
+    variables: Mapping[str, Any] | None = None,
+    strip: bool = True,
+) -> Conversation:
+    """A conversation in the Chat Completions form. Raises 400 naming the message or tool."""
+    writer = Writer(strip)
+    for index, message in enumerate(messages):
+        _read_message(writer, message, index)
+    specs = tuple(_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    return Conversation(
+        tuple(writer.messages),
+        specs,
+        read_choice(tool_choice, specs),
+        parallel_tool_calls is not False,
+        response_schema,
+        tuple(writer.places),
+        tuple(writer.removed),
+        dict(variables or {}),
+    )
+
+
+def _read_message(writer: Writer, message: Any, index: int) -> None:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise bad_request(f"{where}: expected an object", where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise bad_request(f"{where}.role: expected one of {', '.join(ROLES)}", f"{where}.role")
+    text = joined_text(message.get("content"), f"{where}.content")
+    name = message["name"] if isinstance(message.get("name"), str) else None
+    if role in _TOOL_RESULTS_ROLES:
+        writer.result(message.get("tool_call_id"), text, index, name)
+        return
+    if role == "assistant":
+        reasoning = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise bad_request(f"{where}.tool_calls: expected an array", f"{where}.tool_calls")
+        read = [_read_call(writer, call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+        writer.assistant(text, reasoning, read, index)
+        return
+    writer.text(role, text, index)
+    if name and writer.places and writer.places[-1] == index:
+        writer.messages[-1]["name"] = name
+
+
+def _read_call(writer: Writer, call: Any, where: str) -> Json:
+    if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
+        call = {
+            "id": call.get("id"),
+            "function": {"name": custom.get("name"), "arguments": {"input": custom.get("input")}},
+        }
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request(f"{where}.function.name: expected a string", f"{where}.function.name")
+    return writer.call(call.get("id"), function["name"], function.get("arguments"))
+
+
+def _read_tool(tool: Any, where: str) -> ToolSpec:
+    if isinstance(tool, dict) and tool.get("type") == "custom" and isinstance(tool.get("custom"), dict):
+        return custom_tool(tool["custom"], f"{where}.custom")
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        raise bad_request(f"{where}.function.name: expected a string", f"{where}.function.name")
+    return function_tool(function, "parameters", f"{where}.function")
+
+
+def function_tool(function: Json, schema_key: str, where: str, namespace: str | None = None) -> ToolSpec:
+    """A tool from its name, description and schema. Raises 400 naming the field."""
+    name, description, schema = function.get("name"), function.get("description"), function.get(schema_key)
+    if not isinstance(name, str) or not name:
+        raise bad_request(f"{where}.name: expected a string", f"{where}.name")
+    if schema is not None and not isinstance(schema, dict):
+        raise bad_request(f"{where}.{schema_key}: expected a JSON schema object", f"{where}.{schema_key}")
+    return ToolSpec(
+        name,
+        description if isinstance(description, str) else "",
+        schema if schema is not None else {"type": "object", "properties": {}},
+        function.get("strict") is True,
+        namespace=namespace,
+    )
+
+
+def custom_tool(tool: Json, where: str) -> ToolSpec:
+    """A tool that takes free text: to the model, a function with the one argument ``input``."""
+    schema: Json = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    plain = function_tool({**tool, "parameters": schema, "strict": False}, "parameters", where)
+    return ToolSpec(plain.name, plain.description, plain.parameters, custom=True)
+
+
+def read_choice(choice: Any, tools: Sequence[ToolSpec], where: str = "tool_choice") -> ToolChoice:
+    """A ``tool_choice`` of the OpenAI dialects. Raises 400 for a tool that is not in the list."""
+    if choice is None:
+        return "auto" if tools else "none"
+    if isinstance(choice, str) and choice in ("auto", "none", "required"):
+        if choice == "required" and not tools:
+            raise bad_request(f"{where}: required, but there are no tools", where)
+        return choice
+    if isinstance(choice, dict):
+        kind = choice.get("type")
+        inner = choice.get(kind) if isinstance(kind, str) and isinstance(choice.get(kind), dict) else choice
+        if kind == "allowed_tools" and isinstance(inner, dict):
+            # The list itself must not change with it, or the prefix would: only the mode is honoured.
+            return read_choice(inner.get("mode", "auto"), tools, where)
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if kind in ("function", "custom") and isinstance(name, str):
+            if all(tool.name != name for tool in tools):
+                raise bad_request(f"{where}: {name[:64]!r} is not among the tools", where)
+            return name
+        if kind in ("auto", "none", "required"):
+            return read_choice(kind, tools, where)
+    raise bad_request(f"{where}: expected auto, none, required or a tool", where)
