@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tenuto_server.cache.extent import DEVICE, DISK, HOST, Extent
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
 from tenuto_server.cache.identity import chain
 from tenuto_server.cache.integrity import check
 from tenuto_server.cache.manager import CacheManager
@@ -60,6 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.content = [np.zeros((n, 16), np.uint8) for n in (device, host, disk)]
         self.running: list[Running] = []
+        self.corrupt = [0, 0, 0]
         self.contexts: dict[int, tuple[bytes, np.ndarray]] = {}
         self.rng = np.random.default_rng(seed)
 
@@ -147,18 +148,22 @@ class CacheMachine(RuleBasedStateMachine):
         self.contexts[run.session] = (run.root, run.tokens[: run.table.front])
 
     @precondition(lambda self: self.cache.tiers.moves)
-    @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "failed", "bad"]))
+    @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "failed", "bad", "part"]))
     def complete(self, data: Any, outcome: str) -> None:
         move = self.cache.tiers.moves[data.draw(st.sampled_from(sorted(self.cache.tiers.moves)))]
-        bad = data.draw(st.sets(st.integers(0, move.blocks - 1), min_size=1)) if outcome == "bad" else set()
+        wrong = data.draw(st.sets(st.integers(0, move.blocks - 1), min_size=1)) if outcome in ("bad", "part") else set()
+        bad = wrong if outcome == "bad" and move.src != DEVICE else set()  # what the device computed is never in doubt
         if outcome != "failed":
             self.content[move.dst][move.dst_slots] = self.content[move.src][move.src_slots]
-            self.content[move.dst][move.dst_slots[sorted(bad)]] = 255
-        self.cache.finish_move(move.id, outcome != "failed", bad if move.src != DEVICE else ())
-        if move.src == DEVICE and bad:
-            pieces = [p for p in move.pieces if p.slots[move.dst] is not None]
-            for piece in pieces:  # a copy out of the device is not checked at its source: keep the model truthful
-                self.content[move.dst][piece.slots[move.dst]] = np.frombuffer(piece.hashes, np.uint8).reshape(-1, 16)
+            self.content[move.dst][move.dst_slots[sorted(wrong)]] = 255
+        stands = [] if bad or move.drop_source else list(move.pieces)
+        self.cache.finish_move(move.id, outcome != "failed", bad, wrong - bad)
+        assert all(p.slots[move.src] is not None for p in stands if p.parent is not None), (
+            "a failed copy cost its source"
+        )
+        counted = self.cache.tiers.corrupt_blocks
+        self.corrupt[move.src] += len(bad)
+        assert [counted[name] for name in TIERS] == self.corrupt
 
     @rule(data=st.data(), src=st.sampled_from([DEVICE, HOST, DISK]), dst=st.sampled_from([DEVICE, HOST, DISK]))
     def move(self, data: Any, src: int, dst: int) -> None:

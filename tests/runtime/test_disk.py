@@ -42,7 +42,8 @@ def store(tier: DiskTier, slots: list[int], numbers: list[int]) -> list[int]:
 
 def load(tier: DiskTier, slots: list[int], numbers: list[int]) -> tuple[list[int], np.ndarray]:
     out = np.full((len(slots), BLOCK), 0xEE, np.uint8)
-    bad, _ = tier.read(np.array(slots, np.int32), b"".join(map(name_of, numbers)), out)
+    bad, failed, _ = tier.read(np.array(slots, np.int32), b"".join(map(name_of, numbers)), out)
+    bad = sorted({*bad, *failed})
     for at, number in enumerate(numbers):
         if at not in bad:
             assert (out[at] == content(name_of(number))).all()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tenuto_kernels.layout import KVLayout
-from tenuto_server.engine.events import TierFailed, TransferDone
 from tenuto_server.engine.plan import Transfer
 from tenuto_server.errors import InvariantBroken
 from tenuto_server.runtime.disk import DiskTier
@@ -20,73 +19,14 @@ FAMILY = "ab" * 16
 BLOCKS = 24
 
 
-class Sink:
-    """Collects events from any thread; ``wait`` for the report of a transfer."""
-
-    def __init__(self) -> None:
-        self.events: list[object] = []
-        self._news = threading.Condition()
-
-    def __call__(self, event: object) -> None:
-        with self._news:
-            self.events.append(event)
-            self._news.notify_all()
-
-    def wait(self, number: int, timeout_s: float = 10) -> TransferDone:
-        with self._news:
-            assert self._news.wait_for(lambda: self.done(number), timeout_s), f"transfer {number} was not reported"
-            (report,) = self.done(number)
-            return report
-
-    def done(self, number: int) -> list[TransferDone]:
-        return [event for event in self.events if isinstance(event, TransferDone) and event.transfer == number]
-
-    def tier(self) -> list[bool]:
-        return [event.writable for event in self.events if isinstance(event, TierFailed)]
-
-
-class Rig:
-    """A store whose device blocks hold random numbers, its transfers, and a sink."""
-
-    def __init__(self, folder, *, dtype=torch.bfloat16, tier: type[DiskTier] = DiskTier, **settings) -> None:
-        layout = KVLayout(2, 2, 16, 16, dtype)
-        self.store = KVStore(layout, device_blocks=64, host_blocks=64)
-        self.disk = tier(folder, FAMILY, block_bytes=layout.block_bytes, slots=64, retry_s=0.05)
-        self.sink = Sink()
-        self.transfers = Transfers(self.store, self.disk, chunk_bytes=4 * layout.block_bytes, **settings)
-        self.transfers.set_sink(self.sink)
-        self.device = as_bytes(self.store.device_pool)
-        self.device[:] = np.random.default_rng(0).integers(0, 256, self.device.shape)
-        self.original = self.device.copy()
-        self._number = 0
-
-    def submit(self, src, dst, src_slots, dst_slots, names=None, urgent=False) -> int:
-        self._number += 1
-        names = range(len(src_slots)) if names is None else names
-        hashes = b"".join(int(name).to_bytes(16, "little") for name in names)
-        slots = (np.array(src_slots, np.int32), np.array(dst_slots, np.int32))
-        self.transfers.submit(Transfer(self._number, src, dst, *slots, hashes, urgent))
-        return self._number
-
-    def move(self, *args, **kwargs) -> TransferDone:
-        return self.sink.wait(self.submit(*args, **kwargs))
-
-
-@pytest.fixture
-def rig(tmp_path):
-    rig = Rig(tmp_path)
-    yield rig
-    rig.transfers.close()
-
-
 SOURCE = [5, 6, 7, 0, 1, 30, 29, 28, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 40, 3, 9]
 OTHER = [int(slot) for slot in np.random.default_rng(1).permutation(64)[:BLOCKS]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("way", [["host"], ["disk"], ["host", "disk"], ["disk", "host"]])
-def test_every_way_there_and_back_is_bit_equal(tmp_path, dtype, way):
-    rig = Rig(tmp_path, dtype=dtype)
+def test_every_way_there_and_back_is_bit_equal(open_rig, tmp_path, dtype, way):
+    rig = open_rig(tmp_path, dtype=dtype)
     tiers = ["device", *way, "device"]
     slots = [SOURCE, OTHER, SOURCE, OTHER]
     for at in range(len(way)):
@@ -155,12 +95,12 @@ class Broken(DiskTier):
         return super().read(slots, hashes, out)
 
 
-def test_a_worker_exception_costs_its_chunk_only(tmp_path):
-    rig = Rig(tmp_path, tier=Broken)
+def test_a_worker_exception_costs_its_chunk_only(open_rig, tmp_path):
+    rig = open_rig(tmp_path, tier=Broken)
     slots = list(range(12))
     rig.move("device", "disk", slots, slots)
     done = rig.move("disk", "device", slots, list(range(40, 52)))
-    assert (done.ok, done.bad) == (True, (4, 5, 6, 7))
+    assert (done.ok, done.bad, done.failed) == (True, (), (4, 5, 6, 7))
     assert "worker bug" in done.reason
     assert (rig.device[[40, 51]] == rig.original[[0, 11]]).all()
     rig.transfers.close()
@@ -188,8 +128,8 @@ class Stuck(DiskTier):
         return bad
 
 
-def test_a_disk_that_does_not_answer_is_given_up_and_taken_back(tmp_path):
-    rig = Rig(tmp_path, tier=Stuck, stuck_s=0.2)
+def test_a_disk_that_does_not_answer_is_given_up_and_taken_back(open_rig, tmp_path):
+    rig = open_rig(tmp_path, tier=Stuck, stuck_s=0.2)
     slots = list(range(8))
     rig.move("device", "disk", slots, slots)
     rig.disk.block = True
@@ -216,8 +156,8 @@ def test_a_disk_that_does_not_answer_is_given_up_and_taken_back(tmp_path):
     rig.transfers.close()
 
 
-def test_a_write_given_up_leaves_no_block_behind(tmp_path):
-    rig = Rig(tmp_path, tier=Stuck)
+def test_a_write_given_up_leaves_no_block_behind(open_rig, tmp_path):
+    rig = open_rig(tmp_path, tier=Stuck)
     rig.disk.block = True
     number = rig.submit("device", "disk", [1, 2], [1, 2])
     assert rig.disk.entered.wait(5)
@@ -231,8 +171,8 @@ def test_a_write_given_up_leaves_no_block_behind(tmp_path):
     rig.transfers.close()
 
 
-def test_a_queued_transfer_can_be_cancelled_and_touches_nothing(tmp_path):
-    rig = Rig(tmp_path, host_bytes_per_s=64 * 2**10)
+def test_a_queued_transfer_can_be_cancelled_and_touches_nothing(open_rig, tmp_path):
+    rig = open_rig(tmp_path, host_bytes_per_s=64 * 2**10)
     slots = list(range(8))
     rig.submit("device", "host", slots, slots)
     waiting = rig.submit("device", "host", [9], [9])
@@ -244,9 +184,9 @@ def test_a_queued_transfer_can_be_cancelled_and_touches_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_rate_limits_hold_and_urgent_copies_overtake(tmp_path, tier):
+def test_rate_limits_hold_and_urgent_copies_overtake(open_rig, tmp_path, tier):
     rate = 2 * 2**20
-    rig = Rig(tmp_path, **{f"{tier}_bytes_per_s": rate})
+    rig = open_rig(tmp_path, **{f"{tier}_bytes_per_s": rate})
     slots = list(range(64))
     started = time.monotonic()
     bulk = rig.submit("device", tier, slots, slots)
@@ -289,8 +229,8 @@ def test_an_unwritable_disk_is_announced_and_tried_again(rig, tmp_path):
     assert rig.move("device", "disk", [1], [1]).ok
 
 
-def test_close_reports_what_is_open(tmp_path):
-    rig = Rig(tmp_path, host_bytes_per_s=1024, disk_bytes_per_s=1024)
+def test_close_reports_what_is_open(open_rig, tmp_path):
+    rig = open_rig(tmp_path, host_bytes_per_s=1024, disk_bytes_per_s=1024)
     numbers = [rig.submit("device", tier, list(range(8)), list(range(8))) for tier in ("host", "disk", "host", "disk")]
     rig.transfers.close()
     late = rig.submit("device", "host", [0], [0])
@@ -312,10 +252,10 @@ def test_a_transfer_that_fits_no_tier_is_our_bug(rig):
             rig.submit(*wrong)
 
 
-def test_the_host_pool_serves_without_checksums_too(tmp_path):
+def test_the_host_pool_serves_without_checksums_too(sink):
     store = KVStore(KVLayout(1, 1, 8, 4, torch.float32), device_blocks=4, host_blocks=4, checksums=False)
     as_bytes(store.device_pool)[:] = 7
-    transfers, sink = Transfers(store, None), Sink()
+    transfers = Transfers(store, None)
     transfers.set_sink(sink)
     slots = np.array([1], np.int32)
     transfers.submit(Transfer(1, "device", "host", slots, slots, b"h" * 16))

@@ -173,15 +173,19 @@ class CacheManager:
         retained blocks at once rather than wait for them to be copied down."""
         size = self.block_tokens
         first, last = table.front // size, -(-upto_tokens // size)
-        missing = first + np.flatnonzero(~table.private[first:last])
-        if not len(missing):
+        missing: slice | NDArray[np.intp] = slice(first, last)
+        count = last - first
+        if table.owned:
+            missing = first + (~table.private[first:last]).nonzero()[0]
+            count = len(missing)
+        if count <= 0:
             return True
-        if not self.tiers.make_room(DEVICE, len(missing), now_ns, drop=drop):
+        if not self.tiers.make_room(DEVICE, count, now_ns, drop=drop):
             return False
-        table.blocks[missing] = self.tiers.pools[DEVICE].take(len(missing))
+        table.blocks[missing] = self.tiers.pools[DEVICE].take(count)
         table.private[missing] = True
-        table.owned += len(missing)
-        self.private_blocks += len(missing)
+        table.owned += count
+        self.private_blocks += count
         return True
 
     def take_copy(self, table: BlockTable) -> tuple[int, int] | None:
@@ -218,8 +222,10 @@ class CacheManager:
     def reconcile(self, table: BlockTable) -> None:
         """Gives back or hands over blocks that a sequence computed for itself while a copy of the same blocks was in
         flight (a late load). Not while a forward reads them."""
+        if not table.owned:
+            return
         done = min(table.front // self.block_tokens, table.path_blocks)
-        own: list[int] = np.flatnonzero(table.private[:done]).tolist()
+        own: list[int] = table.private[:done].nonzero()[0].tolist()
         if not own:
             return
         for extent in path_to(table.tip, own[0]):
@@ -276,12 +282,15 @@ class CacheManager:
         """The table stops owning blocks [first, end): their slots go back, or an extent has taken them over."""
         if not table.owned:
             return
-        mine = first + np.flatnonzero(table.private[first:end])
-        if give_back and len(mine):
-            self.tiers.pools[DEVICE].give(table.blocks[mine])
-        table.private[mine] = False
-        table.owned -= len(mine)
-        self.private_blocks -= len(mine)
+        mine = table.private[first:end]
+        count = int(mine.sum())
+        if not count:
+            return
+        if give_back:
+            self.tiers.pools[DEVICE].give(table.blocks[first:end][mine])
+        mine[:] = False
+        table.owned -= count
+        self.private_blocks -= count
 
     # ---- it ends -------------------------------------------------------------------------------------------------
 
@@ -391,9 +400,9 @@ class CacheManager:
 
     # ---- copies --------------------------------------------------------------------------------------------------
 
-    def finish_move(self, move_id: int, ok: bool, bad: Iterable[int] = ()) -> Move | None:
+    def finish_move(self, move_id: int, ok: bool, bad: Iterable[int] = (), failed: Iterable[int] = ()) -> Move | None:
         """Ends a copy (``Residency.finish_move``) and joins what became equal."""
-        move = self.tiers.finish_move(move_id, ok, bad)
+        move = self.tiers.finish_move(move_id, ok, bad, failed)
         if move is not None:
             for piece in move.pieces:
                 if piece.parent is not None:

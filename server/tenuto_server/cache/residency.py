@@ -22,6 +22,8 @@ Label = Callable[[Extent, int], LostLabel]
 
 # Touched extents wait to be filed until somebody needs the order; this many at most.
 _STALE_MAX = 4096
+# A victim gives at least one in so many (as a power of two) of its tier's blocks: room for some turns, not for one.
+_BITE_SHIFT = 10
 
 
 class Residency:
@@ -137,11 +139,11 @@ class Residency:
                 break
             self.evicted_priority[tier] = lowest[0]
             wanted = need - pool.free - (0 if drop else coming)
-            victim = self._trim(lowest[1], wanted, drop or tier == self._lowest_tier)
+            victim = self._trim(lowest[1], tier, wanted, drop or tier == self._lowest_tier)
             if any(victim.slots[lower] is not None for lower in range(tier + 1, 3)):
                 self.drop(victim, tier)
                 continue
-            target = None if drop else self._below(victim, tier)
+            target = None if drop or tier == self._lowest_tier else self._below(victim, tier)
             if target is not None:
                 move = self.begin_move(victim, tier, target, "offload", now_ns, drop_source=True)
                 if move is not None:
@@ -163,11 +165,11 @@ class Residency:
         """The copy has taken so long that nobody should wait for it."""
         return now_ns >= move.begun_ns + self.patience_ns
 
-    def _trim(self, extent: Extent, wanted: int, dropped: bool) -> Extent:
+    def _trim(self, extent: Extent, tier: int, wanted: int, dropped: bool) -> Extent:
         """Of a victim, the part to take: its last blocks, a little more than wanted; at most one move's worth if it is not
         ``dropped`` at once."""
         most = extent.blocks if dropped else self._move_blocks_max
-        take = max(1, min(max(wanted, 8), most))
+        take = max(1, min(max(wanted, 8, self.pools[tier].capacity >> _BITE_SHIFT), most))
         if extent.fill or extent.blocks <= take + 8:
             return extent if extent.blocks <= most else self._trim_exact(extent, take)
         return self._trim_exact(extent, take)
@@ -254,25 +256,27 @@ class Residency:
         self.begun.append(move)
         return move
 
-    def finish_move(self, move_id: int, ok: bool, bad: Iterable[int] = ()) -> Move | None:
-        """Ends a copy. ``bad``: positions whose *source* bytes are wrong: neither copy of those is kept. Not ``ok``
-        without ``bad``: the destination is given back and the source stands. None for an unknown id."""
+    def finish_move(self, move_id: int, ok: bool, bad: Iterable[int] = (), failed: Iterable[int] = ()) -> Move | None:
+        """Ends a copy. ``bad``: positions whose *source* bytes are wrong: neither copy of those is kept. ``failed``: those
+        that were not copied; their destination is given back and their source stands. Not ``ok``: none was copied. None
+        for an unknown id."""
         move = self.moves.pop(move_id, None)
         if move is None:
             return None
-        wrong = sorted(set(bad))
-        if not ok or wrong:
+        bad_set = set(bad)
+        lacking = bad_set.union(failed)
+        if not ok or lacking:
             self.failed_moves += 1
-        if wrong:
-            self._isolate(move, wrong)
-            self.corrupt_blocks[TIERS[move.src]] += len(wrong)
-        offset, bad_set = 0, set(wrong)
+        if lacking:
+            self._isolate(move, sorted(lacking) if ok else sorted(bad_set))
+        self.corrupt_blocks[TIERS[move.src]] += len(bad_set)
+        offset = 0
         for piece in list(move.pieces):
             slots = move.dst_slots[offset : offset + piece.blocks]
-            is_bad = offset in bad_set
+            is_bad, lacks = offset in bad_set, offset in lacking
             offset += piece.blocks
             piece.moves.remove(move)
-            if ok and not is_bad:
+            if ok and not lacks:
                 piece.slots[move.dst] = slots
                 piece.refused &= ~(1 << move.dst)
                 if move.dst == DEVICE and piece.pins:
@@ -289,9 +293,9 @@ class Residency:
             self.touch(piece)
         return move
 
-    def _isolate(self, move: Move, wrong: list[int]) -> None:
-        """Cuts the move's pieces so that every wrong block is a piece of its own."""
-        for position in wrong:
+    def _isolate(self, move: Move, positions: list[int]) -> None:
+        """Cuts the move's pieces so that every block at these positions is a piece of its own."""
+        for position in positions:
             offset = 0
             for piece in list(move.pieces):
                 if offset <= position < offset + piece.blocks:

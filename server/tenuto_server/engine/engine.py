@@ -213,10 +213,10 @@ class Engine:
 
     def _transferred(self, event: TransferDone) -> None:
         core = self._core
-        move = core.cache.finish_move(event.transfer, event.ok, event.bad)
+        move = core.cache.finish_move(event.transfer, event.ok, event.bad, event.failed)
         if move is None:
             return
-        if event.ok and not event.bad:
+        if event.ok and not event.bad and not event.failed:
             core.costs.saw_transfer(max(move.src, move.dst), move.blocks, event.elapsed_ns / 1e9)
         else:
             core.count("transfers_failed", label=f"{TIERS[move.src]}>{TIERS[move.dst]}")
@@ -228,6 +228,7 @@ class Engine:
                 src=TIERS[move.src],
                 dst=TIERS[move.dst],
                 bad=len(event.bad),
+                failed=len(event.failed) if event.ok else move.blocks - len(event.bad),
                 reason=event.reason,
             )
         self._scheduler.admit_again = True

@@ -117,14 +117,18 @@ class ForwardDone:
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    """A copy ended. ``bad``: positions within the transfer whose bytes are not to be trusted (error, checksum).
+    """A copy ended. ``bad``: positions within the transfer whose *source* is known to be wrong (a checksum, another block,
+    a missing file). ``failed``: positions that were not copied for any other reason (a full disk, an I/O error, a worker's
+    own fault), which says nothing against their source.
 
-    ``ok`` False means that none is. A block counts as copied only when this report covers it.
+    ``ok`` False means that nothing was copied, whether ``failed`` lists it or not. A block counts as copied only when this
+    report covers it.
     """
 
     transfer: int
     ok: bool
     bad: tuple[int, ...] = ()
+    failed: tuple[int, ...] = field(default=(), kw_only=True)
     elapsed_ns: int = 0
     reason: str = ""
 

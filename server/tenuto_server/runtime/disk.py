@@ -153,10 +153,12 @@ class DiskTier:
         self.counts["blocks_written"] += len(stored)
         return bad
 
-    def read(self, slots: Slots, hashes: bytes, out: Bytes) -> tuple[list[int], list[int]]:
-        """Read ``slots`` into ``out`` [n, block_bytes]. Returns the positions not to be trusted (I/O error, short file,
-        another block, wrong checksum), which the tier forgets unless it was an I/O error, and the sum of each block."""
+    def read(self, slots: Slots, hashes: bytes, out: Bytes) -> tuple[list[int], list[int], list[int]]:
+        """Read ``slots`` into ``out`` [n, block_bytes]. Returns the positions that do not hold their block (short file,
+        another block, wrong checksum), those that could not be read, and the sum of each block. The tier forgets what is
+        damaged; what could not be read may be readable later."""
         bad: set[int] = set()
+        failed: set[int] = set()
         damaged: list[int] = []
         for first, last, segment, offset in self._pieces(slots):
             try:
@@ -166,13 +168,13 @@ class DiskTier:
                 got = 0
             except OSError as error:
                 self._reads_failed(error, last - first)
-                bad.update(range(first, last))
+                failed.update(range(first, last))
                 continue
             damaged.extend(range(first + got // self.block_bytes, last))
         sums = [0] * len(slots)
         short = set(damaged)
         for at in range(len(slots)):
-            if at in bad:
+            if at in failed:
                 continue
             wanted = hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)]
             stored = self._index.entries.get(int(slots[at]))
@@ -189,8 +191,8 @@ class DiskTier:
                 sums[at] = stored.check
         if short:
             self.forget([int(slots[at]) for at in sorted(short)])
-        self.counts["blocks_read"] += len(slots) - len(bad)
-        return sorted(bad), sums
+        self.counts["blocks_read"] += len(slots) - len(bad) - len(failed)
+        return sorted(bad), sorted(failed), sums
 
     def forget(self, slots: list[int]) -> None:
         """These slots hold nothing any more."""

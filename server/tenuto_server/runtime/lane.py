@@ -36,6 +36,7 @@ class Job:
     began_ns: int = 0
     done: int = 0
     bad: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
     reason: str = ""
     touching: bool = False
     cancelled: bool = False
@@ -70,7 +71,8 @@ class RateLimit:
 
 
 class Lane:
-    """``copy(job, first, last)`` moves positions [first, last) and returns the bad ones; ``report`` receives every end.
+    """``copy(job, first, last)`` moves positions [first, last) and returns those whose source is wrong and those that it
+    failed to copy for another reason; ``report`` receives every end.
 
     ``idle()`` runs on the worker between chunks and before each wait; it returns after how many seconds to run again.
     """
@@ -79,7 +81,7 @@ class Lane:
         self,
         name: str,
         *,
-        copy: Callable[[Job, int, int], list[int]],
+        copy: Callable[[Job, int, int], tuple[list[int], list[int]]],
         report: Callable[[Job, TransferDone], None],
         idle: Callable[[], float | None],
         rate: RateLimit,
@@ -176,13 +178,15 @@ class Lane:
             first, last = job.done, min(job.done + self.chunk_blocks, len(job))
             ready_at = self._rate.charge((last - first) * self._block_bytes)
             try:
-                bad = self._copy(job, first, last)
+                bad, failed = self._copy(job, first, last)
             except Exception as error:
                 logger.exception("copying blocks %s to %s failed", job.transfer.src, job.transfer.dst)
-                bad, job.reason = list(range(first, last)), f"{type(error).__name__}: {error}"
+                bad, failed = [], list(range(first, last))
+                job.reason = f"{type(error).__name__}: {error}"
             self._pause(job, ready_at)
             with self._wake:
                 job.bad.extend(bad)
+                job.failed.extend(failed)
                 job.done = last
                 ended = not job.reported and (job.cancelled or last == len(job))
                 if ended:
@@ -214,8 +218,10 @@ class Lane:
         self._jobs.pop(job.transfer.id, None)
 
     def _finish(self, job: Job, *, ok: bool) -> None:
-        bad = tuple(sorted(job.bad))
-        good = ok and len(bad) < len(job)
+        bad, failed = tuple(sorted(job.bad)), tuple(sorted(job.failed))
+        good = ok and len(bad) + len(failed) < len(job)
         elapsed = time.perf_counter_ns() - job.began_ns if job.began_ns else 0
         reason = job.reason or ("" if good else "no block could be copied")
-        self._report(job, TransferDone(job.transfer.id, good, bad if ok else (), elapsed, reason))
+        self._report(
+            job, TransferDone(job.transfer.id, good, bad if ok else (), elapsed, reason, failed=failed if ok else ())
+        )

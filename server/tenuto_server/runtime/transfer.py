@@ -113,7 +113,7 @@ class Transfers:
             self._disk_lane.notify()
 
     def health(self) -> dict[str, Any]:
-        """Per path: transfers, failures, blocks, bad blocks, bytes, nanoseconds; the disk's own state."""
+        """Per path: transfers, failures, blocks, bad blocks, failed blocks, bytes, nanoseconds; the disk's own state."""
         with self._counts_lock:
             paths = {name: dict(counts) for name, counts in self._counts.items()}
         result: dict[str, Any] = {"paths": paths, "waiting": sum(lane.waiting for lane in self._lanes)}
@@ -153,26 +153,26 @@ class Transfers:
 
     # The copy worker.
 
-    def _copy_memory(self, job: Job, first: int, last: int) -> list[int]:
+    def _copy_memory(self, job: Job, first: int, last: int) -> tuple[list[int], list[int]]:
         store, transfer = self._store, job.transfer
         assert store.host_pool is not None
         assert store.host_bytes is not None
         src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
         with self._memory.touch(job) as allowed:
             if not allowed:
-                return []
+                return [], []
             if transfer.dst == "host":
                 store.from_device(src, store.host_pool, dst, job.after)
                 if store.checksums:
                     store.host_sums[dst] = [
                         block_sum(_hash(transfer, first + at), store.host_bytes[slot]) for at, slot in enumerate(dst)
                     ]
-                return []
+                return [], []
             good = np.array(
                 [self._host_intact(transfer, first + at, store.host_bytes[slot]) for at, slot in enumerate(src)]
             )
             store.to_device(store.host_pool, src[good], dst[good], job.after)
-            return (np.flatnonzero(~good) + first).tolist()
+            return (np.flatnonzero(~good) + first).tolist(), []
 
     def _host_intact(self, transfer: Transfer, at: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
         """Whether the host block that position ``at`` comes from is the one that was stored; ``data``: its bytes."""
@@ -182,25 +182,26 @@ class Transfers:
 
     # The disk worker.
 
-    def _copy_disk(self, job: Job, first: int, last: int) -> list[int]:
+    def _copy_disk(self, job: Job, first: int, last: int) -> tuple[list[int], list[int]]:
         assert self._disk is not None
         # What was dropped before this job was submitted may be one of its destinations.
         self._forget_pending(self._disk)
-        bad = self._to_disk(job, first, last) if job.transfer.dst == "disk" else self._from_disk(job, first, last)
-        return [first + at for at in bad]
+        copy = self._to_disk if job.transfer.dst == "disk" else self._from_disk
+        bad, failed = copy(job, first, last)
+        return [first + at for at in bad], [first + at for at in failed]
 
-    def _to_disk(self, job: Job, first: int, last: int) -> list[int]:
+    def _to_disk(self, job: Job, first: int, last: int) -> tuple[list[int], list[int]]:
         disk, store, transfer, count = self._disk, self._store, job.transfer, last - first
         assert disk is not None
         src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
         hashes = transfer.hashes[HASH_BYTES * first : HASH_BYTES * last]
         if not disk.writable:
             job.reason = disk.reason
-            return list(range(count))
+            return [], list(range(count))
         stage, data = self._staging[:count], self._staging_bytes[:count]
         with self._disk_lane.touch(job) as allowed:
             if not allowed:
-                return []
+                return [], []
             if transfer.src == "device":
                 store.from_device(src, stage, None, job.after)
             else:
@@ -208,8 +209,8 @@ class Transfers:
                 copy_runs(store.host_bytes, src, data, None)
         sums = [block_sum(_hash(transfer, first + at), data[at]) for at in range(count)]
         checked = transfer.src == "host" and store.checksums
-        bad = {at for at in range(count) if checked and sums[at] != int(store.host_sums[src[at]])}
-        good = [at for at in range(count) if at not in bad]
+        bad = [at for at in range(count) if checked and sums[at] != int(store.host_sums[src[at]])]
+        good = [at for at in range(count) if at not in set(bad)]
         if bad:
             data = data[good]
             hashes = b"".join(_hash(transfer, first + at) for at in good)
@@ -219,17 +220,18 @@ class Transfers:
         if job.reported:
             # Given up while the disk hung: the engine may use these slots for something else.
             disk.forget(dst.tolist())
-        return sorted(bad | {good[at] for at in failed})
+        return bad, [good[at] for at in failed]
 
-    def _from_disk(self, job: Job, first: int, last: int) -> list[int]:
+    def _from_disk(self, job: Job, first: int, last: int) -> tuple[list[int], list[int]]:
         disk, store, transfer, count = self._disk, self._store, job.transfer, last - first
         assert disk is not None
         src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
         hashes = transfer.hashes[HASH_BYTES * first : HASH_BYTES * last]
-        bad, sums = disk.read(src, hashes, self._staging_bytes[:count])
-        good = np.array([at for at in range(count) if at not in set(bad)], dtype=np.int32)
-        if bad:
-            job.reason = f"{len(bad)} blocks could not be read or were damaged"
+        bad, failed, sums = disk.read(src, hashes, self._staging_bytes[:count])
+        lacking = {*bad, *failed}
+        good = np.array([at for at in range(count) if at not in lacking], dtype=np.int32)
+        if lacking:
+            job.reason = f"{len(failed)} blocks could not be read, {len(bad)} were damaged or gone"
         with self._disk_lane.touch(job) as allowed:
             if allowed and len(good):
                 if transfer.dst == "device":
@@ -238,7 +240,7 @@ class Transfers:
                     assert store.host_bytes is not None
                     copy_runs(self._staging_bytes, good, store.host_bytes, dst[good])
                     store.host_sums[dst[good]] = np.array(sums, dtype=np.uint32)[good]
-        return bad
+        return bad, failed
 
     def _tend_disk(self) -> float | None:
         """Between copies: forget what was dropped, try a failed disk again, tell the engine when its state changed."""
@@ -275,12 +277,13 @@ class Transfers:
 
     def _report(self, job: Job, done: TransferDone) -> None:
         transfer = job.transfer
-        moved = len(job) - len(done.bad) if done.ok else 0
+        moved = len(job) - len(done.bad) - len(done.failed) if done.ok else 0
         added = {
             "transfers": 1,
             "failed": int(not done.ok),
             "blocks": moved,
             "blocks_bad": len(done.bad),
+            "blocks_failed": len(done.failed),
             "bytes": moved * self._store.layout.block_bytes,
             "elapsed_ns": done.elapsed_ns,
         }
