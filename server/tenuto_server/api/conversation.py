@@ -32,7 +32,8 @@ _TOOL_RESULTS_ROLES = ("tool", "function")
 class Conversation:
     """``messages``: {role, content: str, reasoning_content?, tool_calls?, tool_call_id?, name?} in order. ``places``: for each
     of them its index in the client's own list, None for what stood beside the list. ``removed``: what was kept out of the
-    prompt, by name. ``variables``: template arguments. ``source``: the client's name of its list, for errors."""
+    prompt, by name. ``variables``: template arguments. ``source``: the client's name of its list, for errors.
+    ``prefill``: text with which the answer begins."""
 
     messages: tuple[Json, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -43,6 +44,7 @@ class Conversation:
     removed: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     source: str = "messages"
+    prefill: str = ""
 
     @property
     def last_role(self) -> str | None:
