@@ -64,7 +64,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What ``tenuto serve`` was asked for, resolved. Sizes in bytes, times in seconds, bandwidths in bytes per second."""
+    """What ``tenuto serve`` was asked for, resolved. Sizes in bytes, times in seconds, bandwidths in bytes per second.
+
+    ``model_aliases``: patterns of model names that are answered by the one model served here, since clients ask for their
+    vendor's by name. ``strip_attribution``: lines that name a client's build stay out of prompts.
+    """
 
     model: str = "smollm2-135m"
     dtype: str = "bf16"
@@ -88,6 +92,10 @@ class ServerConfig:
     inbox_max: int = 256
     body_bytes_max: int = 32 * 2**20
     header_bytes_max: int = 32 * 2**10
+    prompt_memory_bytes: int = 256 * 2**20
+    stored_responses_bytes: int = 64 * 2**20
+    strip_attribution: bool = True
+    model_aliases: tuple[str, ...] = ("claude-*", "gpt-*", "codex-*", "o[1-9]*", "gemini-*")
     journal_path: Path | None = None
     recorder_path: Path | None = None
     log_level: str = "info"

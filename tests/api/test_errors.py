@@ -5,6 +5,7 @@ import json
 import socket
 
 import pytest
+import zstandard
 
 CHAT = "/v1/chat/completions"
 
@@ -133,7 +134,7 @@ def test_unknown_and_harmless_fields_are_accepted(shared_site):
 
 
 def test_unknown_model(shared_site):
-    check(shared_site.chat(model="gpt-99"), 404, "model_not_found", "model", "gpt-99", "toy")
+    check(shared_site.chat(model="llama-99"), 404, "model_not_found", "model", "llama-99", "toy")
     assert shared_site.chat(model="toy-alias")[0] == 200
 
 
@@ -241,8 +242,15 @@ def test_compressed_bodies(shared_site):
     check(shared_site.request("POST", CHAT, bomb, headers), 413, "body_too_large", "body", 200_000)
     check(shared_site.request("POST", CHAT, small, headers), 400, "invalid_encoding", "body")
     check(shared_site.request("POST", CHAT, gzip.compress(small)[:-9], headers), 400, "invalid_encoding", "body")
-    error = shared_site.request("POST", CHAT, small, {"content-encoding": "zstd"})
-    check(error, 415, "unsupported_encoding", "content-encoding", "zstd")
+    headers = {"content-encoding": "zstd"}
+    assert shared_site.request("POST", CHAT, zstandard.compress(small), headers)[0] == 200
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x" * 5_000_000)
+    for bomb in (zstandard.compress(b"x" * 5_000_000), unsized):
+        check(shared_site.request("POST", CHAT, bomb, headers), 413, "body_too_large", "body", 200_000)
+    check(shared_site.request("POST", CHAT, small, headers), 400, "invalid_encoding", "body")
+    check(shared_site.request("POST", CHAT, zstandard.compress(small)[:-5], headers), 400, "invalid_json", "body")
+    error = shared_site.request("POST", CHAT, small, {"content-encoding": "br"})
+    check(error, 415, "unsupported_encoding", "content-encoding", "br")
 
 
 def test_tokenize_and_detokenize(shared_site, tokenizer):

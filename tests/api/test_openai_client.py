@@ -93,7 +93,7 @@ def test_models(client):
 
 def test_errors_reach_the_client_as_its_own_types(client):
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(**ask() | {"model": "gpt-99"})
+        client.chat.completions.create(**ask() | {"model": "llama-99"})
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ask(n=2))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto_server.api.text import AnswerText, StopMatcher, find_tool_call
+from tenuto_server.api.answer import program_of
+from tenuto_server.api.text import AnswerText, StopMatcher
 from tenuto_server.model.toy import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -94,44 +95,23 @@ def test_cost_is_linear_in_the_answer():
 
 
 @pytest.mark.parametrize(
-    ("text", "tool", "program"),
+    ("arguments", "program"),
     [
-        (
-            'ok\n<tool_call>\n{"name": "bash", "arguments": {"command": "cd x && pytest -q"}}\n</tool_call>',
-            "bash",
-            "cd",
-        ),
-        ('<tool_call>{"name": "bash", "arguments": "{\\"cmd\\": [\\"/usr/bin/git\\", \\"log\\"]}"}', "bash", "git"),
-        ('<tool_call>{"name": "bash", "arguments": {"command": "CI=1 make test"}}', "bash", "make"),
-        ('[TOOL_CALLS][{"name": "read", "arguments": {"path": "a"}}]', "read", None),
-        ('<|python_tag|>{"name": "find", "parameters": {"q": 1}}', "find", None),
-        ("<tool_call>\n<function=edit>\n<parameter=x>1", "edit", None),
-        ('<tool_call>{"name": "cut off', None, None),
-        ('<tool_call>{"function": {"name": "f"}}', "f", None),
-        ("<tool_call>" + "[" * 100_000, None, None),
+        ({"command": "cd x && pytest -q"}, "cd"),
+        ('{"cmd": ["/usr/bin/git", "log"]}', "git"),
+        ({"command": "CI=1 make test"}, "make"),
+        ({"command": "echo 'open"}, "echo"),
+        ({"path": "a"}, None),
+        ({"command": 7}, None),
+        ("[" * 100_000, None),
+        ("text", None),
+        (None, None),
     ],
 )
-def test_tool_calls_are_recognised(text, tool, program):
-    seen = find_tool_call(text)
-    assert seen is not None
-    assert (seen.tool, seen.program) == (tool, program)
+def test_the_program_of_a_call(arguments, program):
+    assert program_of(arguments) == program
 
 
-def test_plain_text_is_no_tool_call():
-    assert find_tool_call('{"name": "bash"}') is None
-    assert find_tool_call("") is None
-
-
-def test_a_marker_that_is_a_control_token_is_seen_though_it_is_not_text():
+def test_control_tokens_that_mark_calls_are_text():
     answer = AnswerText(TOKENIZER, [], frozenset({1}))
-    text = answer.push([*TOKENIZER.encode("ok "), 1, *TOKENIZER.encode('[{"name": "ls"}]')])
-    assert text == 'ok [{"name": "ls"}]'
-    seen = find_tool_call(text, answer.marker_at)
-    assert seen is not None
-    assert seen.tool == "ls"
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.text(st.sampled_from('{}[]"name:,argumentsbash \\'), max_size=60))
-def test_reading_tool_calls_never_fails(rest):
-    find_tool_call("<tool_call>" + rest)
+    assert answer.push([*TOKENIZER.encode("ok "), 1, 2, *TOKENIZER.encode("[]")]) == "ok <|im_start|>[]"

@@ -1,6 +1,7 @@
-"""Every refusal of the HTTP surface, in the error shape of the OpenAI API. Holds no state.
+"""Every refusal of the HTTP surface, in the error shape of the dialect that was spoken. Holds no state.
 
-    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}           OpenAI, and everything of ours
+    {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}  Anthropic Messages
 
 ``message`` names the field and the limit, ``param`` the field as a path, ``code`` is stable and for programs.
 """
@@ -25,6 +26,17 @@ TYPES = {
     422: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
+}
+
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
 }
 
 # Parts of an error's location that name a branch of a union, not a field.
@@ -52,9 +64,16 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The whole answer."""
-        return Response(encode_json(self.body()), self.status, self.headers, "application/json")
+    def messages_body(self, request_id: str = "") -> dict[str, Any]:
+        """The JSON object in the shape of the Messages API."""
+        kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        error = {"type": kind, "message": self.message, "code": self.code}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def response(self, path: str = "", request_id: str = "") -> Response:
+        """The whole answer, in the dialect of ``path``."""
+        body = self.messages_body(request_id) if path.startswith(_MESSAGES_PATH) else self.body()
+        return Response(encode_json(body), self.status, self.headers, "application/json")
 
 
 def encode_json(value: Any) -> bytes:
@@ -90,10 +109,15 @@ def invalid(error: ValidationError, prefix: str = "") -> ApiError:
     return bad_request(f"{path or 'body'}: {first['msg']}", path or None, code)
 
 
-async def on_api_error(_: Request, error: Exception) -> Response:
+async def on_api_error(request: Request, error: Exception) -> Response:
     """Starlette handler of ``ApiError``."""
     assert isinstance(error, ApiError)
-    return error.response()
+    return answer(request, error)
+
+
+def answer(request: Request, error: ApiError) -> Response:
+    """A refusal in the dialect of the request."""
+    return error.response(request.url.path, request.scope.get("request_id", ""))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -104,9 +128,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         404: f"unknown request URL: {request.method} {request.url.path}",
         405: f"{request.method} is not allowed on {request.url.path}",
     }.get(status, str(getattr(error, "detail", "request refused")))
-    return ApiError(status, message, code=code, headers=getattr(error, "headers", None)).response()
+    return answer(request, ApiError(status, message, code=code, headers=getattr(error, "headers", None)))
 
 
-async def on_crash(_: Request, error: Exception) -> Response:
+async def on_crash(request: Request, error: Exception) -> Response:
     """Starlette handler of last resort: says nothing of the inside; the traceback goes to the log."""
-    return ApiError(500, f"internal error ({type(error).__name__})", code="internal_error").response()
+    return answer(request, ApiError(500, f"internal error ({type(error).__name__})", code="internal_error"))

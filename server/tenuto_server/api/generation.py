@@ -1,4 +1,4 @@
-"""One turn as the HTTP side sees it: handed to the engine, its tokens turned into text, its end understood.
+"""One turn as the HTTP side sees it: handed to the engine, its tokens turned into an answer, its end understood.
 
 ``Generation`` owns the turn between submission and end; leaving its context early cancels the turn in the engine.
 """
@@ -8,22 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
-from starlette.requests import Request
 from starlette.types import Receive
 
-from tenuto.wire import CacheReport, Receipt, Tier
-from tenuto_server.api.carriers import Riders
+from tenuto.wire import CacheReport, Tier
+from tenuto_server.api.answer import Answer, program_of
 from tenuto_server.api.errors import ApiError, bad_request, busy
-from tenuto_server.api.prompt import Prompt
-from tenuto_server.api.schema import GenerationRequest
+from tenuto_server.api.job import Job
+from tenuto_server.api.output import OutputEvent, TextDelta
 from tenuto_server.api.service import Service, engine_unavailable
-from tenuto_server.api.text import AnswerText, find_tool_call
-from tenuto_server.engine.events import CancelTurn, PauseInferred, StopTurn, SubmitTurn
+from tenuto_server.api.text import AnswerText
+from tenuto_server.engine.events import CancelTurn, PauseInferred, StopTurn
 from tenuto_server.engine.plan import TokensOut, TurnDone, TurnRejected, TurnStarted
 from tenuto_server.telemetry import log_event, start_span
 
@@ -32,70 +30,23 @@ logger = logging.getLogger(__name__)
 _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """A turn ready to be submitted, and what its answer needs. ``arrived``: when its request did (monotonic seconds)."""
-
-    turn: SubmitTurn
-    prompt: Prompt
-    stops: tuple[str, ...] = ()
-    tools: bool = False
-    receipts: tuple[Receipt, ...] = ()
-    arrived: float = 0.0
-
-
-def make_job(
-    service: Service,
-    http: Request,
-    kind: str,
-    tenant: str,
-    request: GenerationRequest,
-    prompt: Prompt,
-    riders: Riders,
-    tools: bool,
-) -> Job:
-    """A job whose id is ``kind`` and the request's own id. Raises 400 for a prompt that is empty or leaves no room to
-    answer."""
-    have, room = len(prompt.tokens), service.model.max_context_tokens
-    if have == 0:
-        raise bad_request("prompt: has no tokens; give at least one", "prompt")
-    if have >= room:
-        message = (
-            f"this model's context is {room} tokens, of which at least one is for the answer; the prompt has {have}"
-        )
-        field = "messages" if prompt.messages else "prompt"
-        raise bad_request(f"{field}: {message}", field, "context_length_exceeded")
-    # More than fits is not an error: agents send one constant for all models.
-    limit = request.limit() or service.model.default_max_tokens
-    sampling = request.sampling(min(limit, room - have), service.model.eos_ids)
-    turn = SubmitTurn(
-        request_id=http.scope["request_id"].replace("req_", f"{kind}-"),
-        tenant=tenant,
-        tokens=prompt.tokens,
-        sampling=sampling,
-        session=riders.identity.session,
-        parent=riders.identity.parent,
-        salt=riders.salt,
-        last_role=prompt.last_role,
-        hints=riders.hints,
-        final=riders.identity.final,
-    )
-    return Job(turn, prompt, request.stops(), tools, riders.receipts, http.scope["arrived"])
-
-
 class Generation:
     """Async context manager around one turn.
 
-    ``finish``: "stop" or "length" once the turn is over. ``report``: the best known cache report. ``session``: the name
-    the engine gave or confirmed, known from admission on.
+    ``finish``: "stop" or "length" once the turn is over. ``stopped``: it was a stop string. ``answer``: what was said so
+    far. ``report``: the best known cache report. ``session``: the name the engine gave or confirmed, known from admission
+    on.
     """
 
     def __init__(self, service: Service, job: Job, receive: Receive) -> None:
         self._service, self._job = service, job
         self._mailbox = service.mailbox()
         self._receive = receive
-        self._answer = AnswerText(service.model.tokenizer, job.stops, service.marker_ids)
-        self._kept: list[str] = []  # the text, where a tool call may have to be read out of it
+        self._text = AnswerText(
+            service.model.tokenizer, job.stops, service.shown_ids if job.parser is not None else frozenset()
+        )
+        self._ids: list[int] = []
+        self.answer = Answer()
         self._began = job.arrived
         self._last_token: float | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -160,41 +111,44 @@ class Generation:
             pass
         self._mailbox.hang_up()
 
-    async def next(self, timeout_s: float | None = None) -> str | None:
-        """Text since the last call, possibly empty; None when ``timeout_s`` passed without news.
+    async def next(self, timeout_s: float | None = None) -> list[OutputEvent] | None:
+        """What was said since the last call, possibly nothing; None when ``timeout_s`` passed without news.
 
         Raises ``ClientGone``, or ``ApiError`` when the turn was rejected or failed.
         """
         outputs = await self._mailbox.take(timeout_s)
         if not outputs:
             return None
-        pieces: list[str] = []
+        events: list[OutputEvent] = []
         for output in outputs:
             match output:
                 case TurnStarted():
                     self._on_started(output)
                 case TokensOut():
-                    pieces.append(self._on_tokens(output))
+                    events += self._parse(self._on_tokens(output))
                 case TurnDone():
-                    pieces.append(await self._on_done(output))
+                    events += self._parse(await self._on_done(output), final=True)
                 case TurnRejected():
                     self._submitted = False
-                    raise rejected(output)
+                    raise rejected(output, self._job)
                 case _:
                     raise AssertionError(f"unexpected output {type(output).__name__}")
-        text = "".join(pieces)
-        if self._job.tools:
-            self._kept.append(text)
-            if self.finish is not None:
-                self._infer_pause()
-        return text
+        self.answer.take(events)
+        if self.finish is not None:
+            self._learn()
+        return events
 
-    async def all_text(self) -> str:
-        """The whole answer."""
-        pieces = []
+    async def rest(self) -> Answer:
+        """The whole answer, once it is complete."""
         while self.finish is None:
-            pieces.append(await self.next() or "")
-        return "".join(pieces)
+            await self.next()
+        return self.answer
+
+    def _parse(self, text: str, final: bool = False) -> list[OutputEvent]:
+        parser = self._job.parser
+        if parser is None:
+            return [TextDelta(text)] if text else []
+        return parser.feed(text) + (parser.finish() if final else [])
 
     def _on_started(self, output: TurnStarted) -> None:
         if not self.admitted:
@@ -209,11 +163,12 @@ class Generation:
         else:
             meters.inter_token.observe((now - self._last_token) / max(1, len(output.tokens)))
         self._last_token = now
-        if self._answer.stopped:
+        if self._text.stopped:
             return ""
-        text = self._answer.push(output.tokens)
-        if self._answer.stopped:
-            self._service.loop.post(StopTurn(self._job.turn.request_id, self._answer.keep_tokens))
+        self._ids += output.tokens
+        text = self._text.push(output.tokens)
+        if self._text.stopped:
+            self._service.loop.post(StopTurn(self._job.turn.request_id, self._text.keep_tokens))
         return text
 
     async def _on_done(self, output: TurnDone) -> str:
@@ -227,21 +182,31 @@ class Generation:
         if output.reason == "cancelled":
             raise engine_unavailable(output.error or "the turn was cancelled")
         self.completion_tokens = output.completion_tokens
-        tail = self._answer.finish()
-        self.finish = "stop" if self._answer.stopped else output.reason
+        tail = self._text.finish()
+        self.finish = "stop" if self._text.stopped else output.reason
         divergence = output.report.divergence
         if divergence is not None and divergence.part is None and self._job.prompt.messages:
             located = await self._service.off_loop(self._service.prompts.locate, self._job.prompt, divergence)
             self.report = self.report.model_copy(update={"divergence": located})
         return tail
 
-    def _infer_pause(self) -> None:
-        """Tells the engine what this answer's end says about the pause that begins now."""
-        seen = find_tool_call("".join(self._kept), self._answer.marker_at)
-        self._kept.clear()
-        if seen is not None and self.session is not None:
-            tenant = self._job.turn.tenant
-            self._service.loop.post(PauseInferred(tenant, self.session, "tool", seen.tool, seen.program))
+    @property
+    def stopped(self) -> bool:
+        """The answer ended at a stop string."""
+        return self._text.stopped
+
+    def _learn(self) -> None:
+        """What the answer's end teaches: how it will come back, and what the pause is that begins now."""
+        job, turn = self._job, self._job.turn
+        if job.talk is None or turn.warm:
+            return
+        if not self.stopped and self._ids:
+            # Where a stop string was cut off, the text is not what these ids say.
+            self._service.prompts.remember_answer(job.prompt, self.answer.message(), self._ids)
+        if self.session is not None and self.answer.calls:
+            call = self.answer.calls[0]
+            program = program_of(call.arguments)
+            self._service.loop.post(PauseInferred(turn.tenant, self.session, "tool", call.name[:256], program))
 
     def usage(self) -> dict[str, Any]:
         """Usage in the OpenAI shape."""
@@ -260,7 +225,7 @@ class Generation:
             update["session"] = self.session
         if self.ttft_s is not None:  # from the arrival of the request, which the engine cannot know
             update["ttft_s"] = self.ttft_s
-        return self.report.model_copy(update=update).model_dump(mode="json", exclude_none=True)
+        return self.report.model_copy(update=update).model_dump(mode="json", exclude_none=True) | dict(self._job.notes)
 
     def headers(self) -> dict[str, str]:
         """The same in headers, for clients that cannot read bodies: what is known at this moment."""
@@ -279,8 +244,9 @@ def cache_headers(session: str | None, report: CacheReport | None) -> dict[str, 
     return headers
 
 
-def rejected(output: TurnRejected) -> ApiError:
+def rejected(output: TurnRejected, job: Job) -> ApiError:
     """The engine's refusal in HTTP terms."""
     if output.code == "too_long":
-        return bad_request(output.message, "messages", "context_length_exceeded")
+        field = job.talk.source if job.talk is not None else "prompt"
+        return bad_request(f"{field}: {output.message}", field, "context_length_exceeded")
     return busy(output.message, output.code, retry_after_s=5 if output.code == "too_many_sessions" else 1)

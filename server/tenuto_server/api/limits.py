@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio.to_thread
 import h11
+import zstandard
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +26,7 @@ from tenuto_server.api.errors import ApiError, bad_request, encode_json
 
 HINT_BODY_BYTES_MAX = 256 * 2**10
 _HINT_PATHS = ("/v1/kv_hints",)
+_ZSTD_WINDOW_MAX = 8 * 2**20
 _PARSE_INLINE_BYTES = 64 * 2**10
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # A client that is still sending when we close would see a reset instead of the answer, so the rest of a body that is too
@@ -57,21 +59,22 @@ class Limits:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope["path"], message["status"])
-                MutableHeaders(raw=message.setdefault("headers", []))["x-request-id"] = request_id
+                headers = MutableHeaders(raw=message.setdefault("headers", []))
+                headers["x-request-id"] = headers["request-id"] = request_id
             await send(message)
 
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope.get("raw_path") or b"")
         size += len(scope.get("query_string") or b"")
         if size > self._header_bytes_max:
             error = headers_too_large(self._header_bytes_max)
-            await error.response()(scope, receive, send_named)
+            await error.response(scope["path"], request_id)(scope, receive, send_named)
             return
         limit = min(self._body_bytes_max, HINT_BODY_BYTES_MAX) if scope["path"] in _HINT_PATHS else self._body_bytes_max
         counted = _CountedBody(receive, limit)
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             await counted.discard()
-            await body_too_large(limit).response()(scope, receive, send_named)
+            await body_too_large(limit).response(scope["path"], request_id)(scope, receive, send_named)
             return
         await self._app(scope, counted, send_named)
 
@@ -147,8 +150,10 @@ def _parse(raw: bytes) -> Any:
 
 
 def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
+    if encoding == "zstd":
+        return _decompress_zstd(raw, limit)
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        message = f"content-encoding: {encoding[:32]!r} is not supported; send identity, gzip or deflate"
+        message = f"content-encoding: {encoding[:32]!r} is not supported; send identity, gzip, deflate or zstd"
         raise ApiError(415, message, param="content-encoding", code="unsupported_encoding")
     decoder = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, told apart by the header
     try:
@@ -159,6 +164,18 @@ def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
         raise body_too_large(limit)
     if not decoder.eof:
         raise bad_request(f"body: truncated {encoding}", "body", "invalid_encoding")
+    return body
+
+
+def _decompress_zstd(raw: bytes, limit: int) -> bytes:
+    try:
+        # A frame may state its size or not; reading in pieces bounds what is unpacked either way.
+        with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_MAX).stream_reader(raw) as reader:
+            body = reader.read(limit + 1)
+    except zstandard.ZstdError:
+        raise bad_request("body: not valid zstd", "body", "invalid_encoding") from None
+    if len(body) > limit:
+        raise body_too_large(limit)
     return body
 
 

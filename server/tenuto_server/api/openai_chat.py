@@ -10,12 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tenuto_server.api.carriers import read_riders
+from tenuto_server.api.conversation import Conversation, from_chat
 from tenuto_server.api.errors import encode_json
-from tenuto_server.api.generation import Generation, Job, make_job
+from tenuto_server.api.generation import Generation
+from tenuto_server.api.job import Job, make_job
 from tenuto_server.api.limits import read_json
+from tenuto_server.api.output import OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from tenuto_server.api.prompt import Prompt
 from tenuto_server.api.schema import ChatRequest, parse
-from tenuto_server.api.service import service_of
-from tenuto_server.api.stream import StreamedAnswer
+from tenuto_server.api.service import Service, service_of
+from tenuto_server.api.stream import DataOnly, StreamedAnswer
 
 router = APIRouter()
 
@@ -28,37 +32,74 @@ async def chat_completions(request: Request) -> Response:
     body = parse(ChatRequest, await read_json(request, service.config.body_bytes_max))
     service.check_model(body.model)
     riders = read_riders(request.headers, body)
-    prompt = await service.off_loop(service.prompts.chat, body.messages, body.tools or (), body.chat_template_kwargs)
-    tools = bool(body.tools) and body.tool_choice != "none"
-    job = make_job(service, request, "chatcmpl", tenant, body, prompt, riders, tools)
+    talk, prompt = await service.off_loop(_render, service, tenant, body)
+    job = make_job(service, request, "chatcmpl", tenant, body, prompt, riders, talk)
     if body.stream:
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return StreamedAnswer(service, job, ChatShape(job.turn.request_id, service.model.name, usage))
     async with Generation(service, job, request.receive) as generation:
-        text = await generation.all_text()
+        await generation.rest()
         return Response(
-            encode_json(whole_answer(job, service.model.name, generation, text)),
+            encode_json(whole_answer(job, service.model.name, generation)),
             headers=generation.headers(),
             media_type="application/json",
         )
 
 
-def whole_answer(job: Job, model: str, generation: Generation, text: str) -> dict[str, Any]:
+def _render(service: Service, tenant: str, body: ChatRequest) -> tuple[Conversation, Prompt]:
+    talk = from_chat(
+        body.messages,
+        body.tools or (),
+        tool_choice=body.tool_choice,
+        variables=body.chat_template_kwargs,
+        strip=service.config.strip_attribution,
+    )
+    return talk, service.prompts.conversation(talk, tenant)
+
+
+def whole_answer(job: Job, model: str, generation: Generation) -> dict[str, Any]:
     """The answer object of a request that did not ask for a stream."""
-    message = {"role": "assistant", "content": text, "refusal": None}
+    answer = generation.answer
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
     return {
         "id": job.turn.request_id,
         "object": "chat.completion",
         "created": generation.created,
         "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": generation.finish}],
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(generation)}],
         "usage": generation.usage(),
         "tenuto": generation.tenuto(),
     }
 
 
+def _finish(generation: Generation) -> str | None:
+    return "tool_calls" if generation.answer.calls and generation.finish == "stop" else generation.finish
+
+
+def _delta(event: OutputEvent) -> dict[str, Any] | None:
+    match event:
+        case TextDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ToolCallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolCallDelta(index, arguments):
+            return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+    return None
+
+
 @dataclass(frozen=True, slots=True)
-class ChatShape:
+class ChatShape(DataOnly):
     """The events of a streamed chat answer. ``usage``: the client asked for the chunk that carries it."""
 
     id: str
@@ -84,14 +125,15 @@ class ChatShape:
         """The chunk with the role."""
         return [self._chunk(generation, [self._choice({"role": "assistant", "content": ""})])]
 
-    def text(self, generation: Generation, text: str) -> dict[str, Any]:
-        """A chunk of content."""
-        return self._chunk(generation, [self._choice({"content": text})])
+    def part(self, generation: Generation, events: list[OutputEvent]) -> list[dict[str, Any]]:
+        """Chunks of content, reasoning and tool calls."""
+        deltas = [delta for event in events if (delta := _delta(event)) is not None]
+        return [self._chunk(generation, [self._choice(delta)]) for delta in deltas]
 
     def last(self, generation: Generation) -> list[dict[str, Any]]:
         """The finish reason, with the ``tenuto`` object; then the usage, if asked for."""
         tenuto = generation.tenuto()
-        chunks = [{**self._chunk(generation, [self._choice({}, generation.finish)]), "tenuto": tenuto}]
+        chunks = [{**self._chunk(generation, [self._choice({}, _finish(generation))]), "tenuto": tenuto}]
         if self.usage:
             chunks.append({**self._chunk(generation, []), "usage": generation.usage(), "tenuto": tenuto})
         return chunks

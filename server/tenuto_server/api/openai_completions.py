@@ -12,11 +12,13 @@ from starlette.responses import Response
 
 from tenuto_server.api.carriers import read_riders
 from tenuto_server.api.errors import bad_request, encode_json, invalid
-from tenuto_server.api.generation import Generation, make_job
+from tenuto_server.api.generation import Generation
+from tenuto_server.api.job import make_job
 from tenuto_server.api.limits import read_json
+from tenuto_server.api.output import OutputEvent, TextDelta
 from tenuto_server.api.schema import CompletionRequest, parse
 from tenuto_server.api.service import Service, service_of
-from tenuto_server.api.stream import StreamedAnswer
+from tenuto_server.api.stream import DataOnly, StreamedAnswer
 
 router = APIRouter()
 Body = TypeVar("Body", "TokenizeRequest", "DetokenizeRequest")
@@ -38,20 +40,19 @@ async def completions(request: Request) -> Response:
     riders = read_riders(request.headers, body)
     build = service.prompts.text if isinstance(given, str) else service.prompts.ids
     prompt = await service.off_loop(build, given)
-    job = make_job(service, request, "cmpl", tenant, body, prompt, riders, tools=False)
+    job = make_job(service, request, "cmpl", tenant, body, prompt, riders)
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     shape = CompletionShape(job.turn.request_id, service.model.name, usage)
     if body.stream:
         return StreamedAnswer(service, job, shape)
     async with Generation(service, job, request.receive) as generation:
-        text = await generation.all_text()
-        answer = shape.chunk(generation, text, generation.finish)
+        answer = shape.chunk(generation, (await generation.rest()).text, generation.finish)
         answer |= {"usage": generation.usage(), "tenuto": generation.tenuto()}
         return json_response(answer, generation.headers())
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionShape:
+class CompletionShape(DataOnly):
     """The events of a streamed completion. ``usage``: the client asked for the chunk that carries it."""
 
     id: str
@@ -74,9 +75,10 @@ class CompletionShape:
         """Nothing: this shape has no opening chunk."""
         return []
 
-    def text(self, generation: Generation, text: str) -> dict[str, Any]:
+    def part(self, generation: Generation, events: list[OutputEvent]) -> list[dict[str, Any]]:
         """A chunk of text."""
-        return self.chunk(generation, text, None)
+        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        return [self.chunk(generation, text, None)]
 
     def last(self, generation: Generation) -> list[dict[str, Any]]:
         """The finish reason, with the ``tenuto`` object; then the usage, if asked for."""

@@ -11,6 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from tenuto_server.api.auth import KeyRing
 from tenuto_server.api.errors import ApiError, busy
 from tenuto_server.api.meters import Meters
 from tenuto_server.api.prompt import PromptBuilder
+from tenuto_server.api.toolformat import tool_format
 from tenuto_server.config import ServerConfig
 from tenuto_server.engine.events import HintBatch, QuerySessions, SubmitTurn
 from tenuto_server.engine.loop import Deliver, EngineDead, EngineLoop, InboxFull
@@ -136,10 +138,11 @@ class Service:
 
     def __post_init__(self) -> None:
         self.keys = KeyRing(self.config.api_keys)
-        self.prompts = PromptBuilder(self.model.tokenizer, self.model.chat)
+        self.prompts = PromptBuilder(self.model.tokenizer, self.model.chat, self.config.prompt_memory_bytes)
         self.meters = Meters(self.loop)
-        marks = (self.model.tokenizer.token_id(marker) for marker in ("[TOOL_CALLS]", "<|python_tag|>"))
-        self.marker_ids = frozenset(mark for mark in marks if mark is not None) & self.model.tokenizer.special_ids
+        self.format = tool_format([self.model.chat.source])
+        marks = (self.model.tokenizer.token_id(marker) for marker in self.format.markers)
+        self.shown_ids = frozenset(mark for mark in marks if mark is not None) & self.model.tokenizer.special_ids
         self._pump: Pump | None = None
         self._tokenizing = anyio.CapacityLimiter(2)
 
@@ -176,8 +179,10 @@ class Service:
         return outputs[0]
 
     def check_model(self, name: str) -> None:
-        """404 for a model that is not served here."""
-        if name != self.model.name and name not in self.model.aliases:
+        """404 for a model that is not served here, nor under a name that this server answers to."""
+        if name == self.model.name or name in self.model.aliases:
+            return
+        if not any(fnmatchcase(name, pattern) for pattern in self.config.model_aliases):
             message = f"model: {name[:200]!r} is not served here; this server has {self.model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -17,7 +17,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tenuto_server.api.errors import ApiError, encode_json
-from tenuto_server.api.generation import Generation, Job
+from tenuto_server.api.generation import Generation
+from tenuto_server.api.job import Job
+from tenuto_server.api.output import OutputEvent
 from tenuto_server.api.service import ClientGone, Service
 
 logger = logging.getLogger(__name__)
@@ -26,16 +28,47 @@ _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control":
 
 
 class Shape(Protocol):
-    """How a dialect writes its events."""
+    """How a dialect writes its events.
+
+    ``named``: every event carries its ``type`` as the event's name. ``ping``: sent when nothing has happened for a while;
+    ``end``: sent last.
+    """
+
+    @property
+    def named(self) -> bool:
+        """See above."""
+
+    @property
+    def ping(self) -> bytes:
+        """See above."""
+
+    @property
+    def end(self) -> bytes:
+        """See above."""
 
     def first(self, generation: Generation) -> list[dict[str, Any]]:
-        """Events before any text."""
+        """Events before the answer."""
 
-    def text(self, generation: Generation, text: str) -> dict[str, Any]:
-        """An event that carries text."""
+    def part(self, generation: Generation, events: list[OutputEvent]) -> list[dict[str, Any]]:
+        """Events for a piece of the answer."""
 
     def last(self, generation: Generation) -> list[dict[str, Any]]:
-        """Events after all text."""
+        """Events after the answer."""
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """Events that end a stream which cannot go on."""
+
+
+class DataOnly:
+    """What the older OpenAI dialects share: events without names, and a last line that is no event."""
+
+    named = False
+    ping = b": waiting\n\n"
+    end = b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """The refusal in place of the rest."""
+        return [error.body()]
 
 
 class StreamedAnswer(Response):
@@ -57,30 +90,33 @@ class StreamedAnswer(Response):
             logger.warning("stream cut off: its reader took nothing for %.0f s", self._service.patience.stall_s)
         except ApiError as error:
             if not self._head_sent:
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"], scope["request_id"])(scope, receive, send)
                 return
-            await self._send(send, _event(error.body()) + _DONE, more=False)
+            await self._send(send, self._events(self._shape.failed(error)) + self._shape.end, more=False)
 
     async def _run(self, generation: Generation, send: Send) -> None:
-        patience = self._service.patience
-        pending = ""
+        patience, shape = self._service.patience, self._shape
+        pending: list[OutputEvent] = []
         deadline = time.monotonic() + patience.head_s
         while not generation.admitted and generation.finish is None and (left := deadline - time.monotonic()) > 0:
-            pending += await generation.next(left) or ""
+            pending += await generation.next(left) or ()
         headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (_HEADERS | generation.headers()).items()]
         await self._guard(send({"type": "http.response.start", "status": 200, "headers": headers}))
         self._head_sent = True
-        await self._send(send, b"".join(map(_event, self._shape.first(generation))))
+        await self._send(send, self._events(shape.first(generation)))
         while True:
             if pending:
-                await self._send(send, _event(self._shape.text(generation, pending)))
+                await self._send(send, self._events(shape.part(generation, pending)))
             if generation.finish is not None:
                 break
             news = await generation.next(patience.ping_s)
-            pending = news or ""
+            pending = news or []
             if news is None:
-                await self._send(send, b": waiting\n\n")
-        await self._send(send, b"".join(map(_event, self._shape.last(generation))) + _DONE, more=False)
+                await self._send(send, shape.ping)
+        await self._send(send, self._events(shape.last(generation)) + shape.end, more=False)
+
+    def _events(self, values: list[dict[str, Any]]) -> bytes:
+        return b"".join(event(value, self._shape.named) for value in values)
 
     async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
         await self._guard(send({"type": "http.response.body", "body": body, "more_body": more}))
@@ -90,8 +126,7 @@ class StreamedAnswer(Response):
             await sending
 
 
-_DONE = b"data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + encode_json(value) + b"\n\n"
+def event(value: dict[str, Any], named: bool = False) -> bytes:
+    """One server-sent event."""
+    name = b"event: " + str(value["type"]).encode() + b"\n" if named else b""
+    return name + b"data: " + encode_json(value) + b"\n\n"

@@ -1,4 +1,4 @@
-"""From generated ids to the text of an answer: decoding, stop strings, and what a tool call looks like in it.
+"""From generated ids to the text of an answer: decoding and stop strings.
 
 ``AnswerText`` owns one answer's undecided tail. Everything is linear in the text: a long answer costs no more per token
 than a short one.
@@ -6,17 +6,10 @@ than a short one.
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from tenuto_server.model.tokenizer import Tokenizer
-
-TOOL_MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
 
 class StopMatcher:
@@ -74,21 +67,19 @@ def _failure_table(pattern: str) -> list[int]:
 class AnswerText:
     """The text of one answer as its tokens arrive.
 
-    ``stopped``: a stop string was completed; ``keep_tokens`` then says how many tokens lie wholly before it.
-    ``marker_at``: character position of the first tool-call marker that is a control token (and so not in the text).
+    ``stopped``: a stop string was completed; ``keep_tokens`` then says how many tokens lie wholly before it. ``shown``:
+    control tokens that belong to the text, since they mark tool calls or reasoning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], marker_ids: frozenset[int] = frozenset()) -> None:
-        self._decoder = tokenizer.incremental()
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], shown: frozenset[int] = frozenset()) -> None:
+        self._decoder = tokenizer.incremental(shown=shown)
         self._matcher = StopMatcher(stops)
         self._track = bool(stops)
-        self._marker_ids = marker_ids
         self._ends: list[int] = []  # characters decoded after each token
         self._decoded = 0
         self._released = 0
         self.stopped = False
         self.keep_tokens = 0
-        self.marker_at: int | None = None
 
     def push(self, ids: Iterable[int]) -> str:
         """Text that these tokens made final. Tokens after a stop string are ignored."""
@@ -96,8 +87,6 @@ class AnswerText:
         for token in ids:
             if self.stopped:
                 break
-            if token in self._marker_ids and self.marker_at is None:
-                self.marker_at = self._decoded
             piece = self._decoder.push(token)
             self._decoded += len(piece)
             if self._track:
@@ -120,65 +109,3 @@ class AnswerText:
             exact = index < len(self._ends) and self._ends[index] == self._released
             self.keep_tokens = index + 1 if exact and self._released else index
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallSeen:
-    """A tool call found in an answer's text; names are None where the text does not tell."""
-
-    tool: str | None
-    program: str | None = None
-
-
-_NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"|<function=([^>\s]{1,256})>')
-
-
-def find_tool_call(text: str, marker_at: int | None = None) -> ToolCallSeen | None:
-    """The first tool call in ``text``, by the markup that open models use; None if there is none."""
-    starts = [at + len(marker) for marker in TOOL_MARKERS if (at := text.find(marker)) >= 0]
-    starts += [marker_at] if marker_at is not None else []
-    if not starts:
-        return None
-    rest = text[min(starts) :]
-    call = _parse_call(rest)
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-    if not isinstance(name, str):
-        match = _NAME.search(rest)
-        name = (match[1] or match[2]) if match else None
-    return ToolCallSeen(name[:256] if name else None, _program(arguments))
-
-
-def _parse_call(text: str) -> dict[str, Any]:
-    start = re.search(r"[\[{]", text)
-    if start is None:
-        return {}
-    try:
-        value, _ = json.JSONDecoder().raw_decode(text, start.start())
-    except (ValueError, RecursionError):
-        return {}
-    if isinstance(value, list) and value:
-        value = value[0]
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    return value if isinstance(value, dict) else {}
-
-
-def _program(arguments: Any) -> str | None:
-    """The program that a shell-like call would run: what the server keys its own pause history by."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(arguments, dict):
-        return None
-    command = arguments.get("command", arguments.get("cmd"))
-    if isinstance(command, str):
-        try:
-            parts: list[Any] = shlex.split(command[:4096])
-        except ValueError:  # quotes that do not close
-            parts = command.split()
-    else:
-        parts = command if isinstance(command, list) else []
-    words = [word for word in parts if isinstance(word, str) and not re.fullmatch(r"[A-Za-z_]\w*=.*", word)]
-    return words[0].rsplit("/", 1)[-1][:256] or None if words else None

@@ -64,17 +64,17 @@ class Tokenizer(ABC):
         special = self.special_ids if skip_special else ()
         return b"".join(self.token_bytes(i) for i in ids if i not in special).decode("utf-8", "replace")
 
-    def incremental(self, skip_special: bool = True) -> IncrementalDecoder:
-        """A decoder for one stream of generated ids."""
-        return IncrementalDecoder(self, skip_special)
+    def incremental(self, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> IncrementalDecoder:
+        """A decoder for one stream of generated ids. ``shown``: control tokens that it does not skip."""
+        return IncrementalDecoder(self, skip_special, shown)
 
 
 class IncrementalDecoder:
     """Feeds on ids, yields text as soon as it is complete UTF-8. Cost is linear in the bytes seen."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special else frozenset()
+        self._skip = tokenizer.special_ids - shown if skip_special else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, *ids: int) -> str:

@@ -39,7 +39,7 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
 
 BODIES: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
     # name: path, body, status, param, code, words of the message
-    "unknown model": (CHAT, {"model": "gpt-none", "messages": HI}, 404, "model", "model_not_found", "gpt-none"),
+    "unknown model": (CHAT, {"model": "no-such-model", "messages": HI}, 404, "model", "model_not_found", "no-such-model"),
     "no model": (CHAT, {"messages": HI}, 400, "model", "missing_required_parameter", "model"),
     "no messages": (CHAT, {"model": "toy"}, 400, "messages", "missing_required_parameter", "messages"),
     "wrong type": (
@@ -145,8 +145,8 @@ def test_unknown_session(plain: Any) -> None:
 
 def test_what_the_openai_client_makes_of_it(plain: Any) -> None:
     with openai.OpenAI(base_url=f"{plain.url}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.NotFoundError, match="gpt-none"):
-            client.chat.completions.create(model="gpt-none", messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(openai.NotFoundError, match="no-such-model"):
+            client.chat.completions.create(model="no-such-model", messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="toy", prompt=[7] * 5000)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
