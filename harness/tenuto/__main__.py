@@ -22,10 +22,10 @@ _HELP: dict[str, tuple[str, str | None]] = {
     "compare": ("compare two benchmark reports", "server"),
     "gateway": ("route sessions over several servers", "server"),
     "simulate": ("replay traces against policies without a model", "server"),
-    "run": ("run a coding agent behind a local proxy that sends hints for it", None),
-    "proxy": ("serve the local proxy for many clients", None),
+    "run": ("run a coding agent behind a local proxy that sends hints for it", "proxy"),
+    "proxy": ("serve the local proxy for many clients", "proxy"),
     "hooks": ("install or remove command hooks of coding agents", None),
-    "top": ("watch sessions, tiers and leases of a server", None),
+    "top": ("watch sessions, tiers and leases of a server", "top"),
 }
 
 Command = Callable[[list[str]], "int | None"]

@@ -2,7 +2,7 @@
 
 ``FakeServer`` owns its requests, scripted replies and one prompt for each session, from which it computes what a prefix
 cache would have kept; ``HintRecorder`` owns the hints. A token is four characters of canonical JSON here. It speaks Chat
-Completions (streamed or not) and KV hints (posted, in the body, in the header), over a real socket.
+Completions, Messages and Responses (streamed or not) and KV hints (posted, in the body, in the header), over a real socket.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tenuto.answers import dialect_of
+from tenuto.fake_dialects import Event, prompt_parts, translated
 from tenuto.headers import HINTS_HEADER, HeaderError, decode_hints, read_identity
 from tenuto.prefix import Fingerprint, divergence, fingerprint
 from tenuto.wire import AnyAction, Envelope, Lease, Receipt, Receipts
@@ -156,8 +158,8 @@ class FakeServer:
 
     @property
     def chats(self) -> list[SeenRequest]:
-        """The chat requests that arrived."""
-        return [r for r in self.requests if r.path == "/v1/chat/completions"]
+        """The generation requests that arrived, in any dialect."""
+        return [r for r in self.requests if dialect_of(r.path) is not None]
 
     def start(self) -> FakeServer:
         """Starts serving."""
@@ -260,7 +262,8 @@ class FakeServer:
         return receipts
 
     def _cache(self, session: str | None, parent: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
-        prompt = fingerprint(body.get("messages") or [], body.get("tools"))
+        messages, system = prompt_parts(body)
+        prompt = fingerprint(messages, body.get("tools"), system)
         total = max(1, prompt.chars // CHARS_PER_TOKEN)
         before = self._prompts.get(session or "") or self._prompts.get(parent or "")
         report = divergence(before, prompt) if before is not None else None
@@ -297,7 +300,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Stays quiet."""
 
     def do_GET(self) -> None:
-        if self.path == "/health":
+        if self.path == "/":
+            self._json(200, {"server": "tenuto"})
+        elif self.path == "/health":
             self._json(200, {"status": "ok"})
         elif self.path == "/v1/models":
             self._json(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
@@ -313,8 +318,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if self.path == "/v1/kv_hints":
                 self._hints(request)
-            elif self.path == "/v1/chat/completions":
-                self._chat(request, started_s)
+            elif (dialect := dialect_of(self.path)) is not None:
+                self._chat(request, dialect, started_s)
             else:
                 self._json(404, {"error": {"message": f"no path {self.path}", "type": "not_found_error"}})
         except (BrokenPipeError, ConnectionResetError):
@@ -330,7 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
         receipts = Receipts(message_id=envelope.message_id, receipts=self.fake.take_hints(envelope, "post"))
         self._json(200, receipts.model_dump(mode="json", exclude_none=True))
 
-    def _chat(self, request: SeenRequest, started_s: float) -> None:
+    def _chat(self, request: SeenRequest, dialect: str, started_s: float) -> None:
         faults = self.fake.faults
         time.sleep(faults.chat_delay_s)
         if faults.chat_statuses:
@@ -339,23 +344,29 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(status, {"error": error}, headers)
             return
         body = self.fake.answer(request, started_s)
+        if dialect == "chat":
+            events: list[Event] = [(None, chunk) for chunk in _chunks(body)]
+        else:
+            body, events = translated(dialect, body)
         if request.body.get("stream"):
-            self._stream(body, faults.cut_stream_after)
+            self._stream(body, events, faults.cut_stream_after)
         else:
             self._json(200, body)
 
-    def _stream(self, body: dict[str, Any], cut_after: int | None) -> None:
+    def _stream(self, body: dict[str, Any], events: Sequence[tuple[str | None, Any]], cut_after: int | None) -> None:
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("x-request-id", body["id"])
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        for number, chunk in enumerate(_chunks(body)):
+        for number, (name, chunk) in enumerate(events):
             if number == cut_after:
                 self.close_connection = True
                 return
-            self._piece(f"data: {json.dumps(chunk)}\n\n".encode())
-        self._piece(b"data: [DONE]\n\n")
+            head = f"event: {name}\n" if name else ""
+            self._piece(f"{head}data: {json.dumps(chunk)}\n\n".encode())
+        if events[0][0] is None:
+            self._piece(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 
     def _piece(self, data: bytes) -> None:

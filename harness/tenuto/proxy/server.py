@@ -1,0 +1,316 @@
+"""The proxy itself: listens on loopback, forwards requests, copies answers to the tracker. Owns connections and counts.
+
+A body is held only until it is complete, so that its session can be named; one that is larger than the tracker reads goes
+on in pieces, unread. An answer is passed on piece by piece, each before it is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import h11
+
+from tenuto.proxy.front import Front
+from tenuto.proxy.normalise import strip_attribution
+from tenuto.proxy.reading import dialect
+from tenuto.proxy.refusals import refusal
+from tenuto.proxy.tracker import Ticket, Tracker
+from tenuto.proxy.upstream import Link, Unreachable, Upstream
+
+CONNECTIONS_MAX = 512
+READ_BODY_BYTES_MAX = 8 << 20
+BODY_BYTES_MAX = 512 << 20
+COPY_BYTES_MAX = 8 << 20
+HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
+)
+STATUS_PATH = "/_tenuto/status"
+HOOK_PATH = "/hook"
+RUN_PATH = "/run/"
+
+OnHook = Callable[[str, bytes], None]
+Headers = list[tuple[bytes, bytes]]
+
+
+class TooLarge(ValueError):
+    """A request's body exceeds the limit."""
+
+
+class ProxyServer:
+    """``tracker``: sees every generation; ``on_hook``: gets the path and body of every hook call."""
+
+    def __init__(self, upstream: Upstream, tracker: Tracker, on_hook: OnHook) -> None:
+        self.upstream = upstream
+        self.tracker = tracker
+        self.counts: Counter[str] = Counter()
+        self.port = 0
+        self.host = ""
+        self._on_hook = on_hook
+        self._fronts: set[asyncio.Task[None]] = set()
+        self._listener: asyncio.Server | None = None
+        self._started_s = time.monotonic()
+
+    @property
+    def url(self) -> str:
+        """Where clients find the proxy, without ``/v1``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listens; port 0 takes a free one. Raises ``OSError``."""
+        self._listener = await asyncio.start_server(self._connected, host, port, limit=64 * 1024)
+        self.host, self.port = self._listener.sockets[0].getsockname()[:2]
+
+    async def aclose(self) -> None:
+        """Stops listening, drops connections; answers under way are cut off."""
+        if self._listener is not None:
+            self._listener.close()
+        for task in list(self._fronts):
+            task.cancel()
+        await asyncio.gather(*self._fronts, return_exceptions=True)
+        self.upstream.close()
+
+    # -- connections ------------------------------------------------------------------------------------------------
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        front = Front(reader, writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._fronts.add(task)
+        try:
+            while (request := await front.request()) is not None:
+                await self._serve(front, request)
+                if not front.next_cycle():
+                    break
+        except h11.RemoteProtocolError as error:
+            self.counts["bad_requests"] += 1
+            with contextlib.suppress(h11.LocalProtocolError, OSError):
+                if not front.started:
+                    await front.answer(error.error_status_hint, refusal(None, 400, "bad_request", str(error)))
+        except (OSError, TimeoutError, h11.LocalProtocolError):
+            self.counts["clients_lost"] += 1
+        except asyncio.CancelledError:
+            pass  # the proxy closes: its connections end quietly
+        finally:
+            self._fronts.discard(task)
+            front.close()
+
+    async def _serve(self, front: Front, request: h11.Request) -> None:
+        target = request.target.decode("latin-1")
+        run, target = _split_run(target)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        method = request.method.decode("latin-1")
+        if len(self._fronts) > CONNECTIONS_MAX:
+            self.counts["refused"] += 1
+            body = refusal(dialect(target), 503, "too_many_connections", "the proxy has too many connections open")
+            await front.answer(503, body, [("connection", "close")])
+            return
+        if target.startswith(HOOK_PATH) or target == STATUS_PATH:
+            await self._own(front, method, target)
+            return
+        if headers.get("upgrade", "").lower() == "websocket":
+            # Clients that offer a socket fall back to plain requests on this status.
+            await front.answer(426, refusal(dialect(target), 426, "no_websocket", "use plain HTTP requests"))
+            return
+        if method == "HEAD" and target == "/" and not self.upstream.hosted:
+            await front.answer(200, b"", head_only=True)
+            return
+        try:
+            await self._forward(front, request, headers, target, run)
+        except TooLarge as error:
+            self.counts["refused"] += 1
+            await front.answer(413, refusal(dialect(target), 413, "too_large", str(error)), [("connection", "close")])
+
+    async def _own(self, front: Front, method: str, target: str) -> None:
+        """Paths of the proxy itself. A hook is always answered with success: it must never stop an agent."""
+        body = b""
+        while (piece := await front.body()) is not None:
+            body = body + piece if len(body) < READ_BODY_BYTES_MAX else body
+        if target == STATUS_PATH:
+            await front.answer(200, json.dumps(self.status()).encode())
+            return
+        await front.answer(200, b"{}", head_only=method == "HEAD")
+        if method == "POST":
+            self.counts["hooks"] += 1
+            self._on_hook(target, body)
+
+    def status(self) -> dict[str, object]:
+        """Counts and the session tree, without any text."""
+        return {
+            "upstream": self.upstream.url,
+            "kind": self.upstream.kind,
+            "up_s": round(time.monotonic() - self._started_s, 1),
+            "counts": dict(self.counts),
+            "hints": self.tracker.hint_counts(),
+            "inference_errors": self.tracker.errors,
+            "sessions": self.tracker.view(),
+        }
+
+    # -- forwarding -------------------------------------------------------------------------------------------------
+
+    async def _forward(
+        self, front: Front, request: h11.Request, headers: dict[str, str], target: str, run: str
+    ) -> None:
+        self.counts["requests"] += 1
+        body, complete = await _read_body(front, headers)
+        if complete and not self.upstream.hosted:
+            body = strip_attribution(body)
+        ticket = self.tracker.open(target, headers, body if complete else b"", run)
+        outgoing = self._head(request, target, ticket, len(body) if complete else None)
+        if not complete:
+            await self._relay(front, outgoing, body, ticket, rest=True)
+            return
+        relay = asyncio.ensure_future(self._relay(front, outgoing, body, ticket, rest=False))
+        gone = asyncio.ensure_future(front.gone())
+        try:
+            await asyncio.wait((relay, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not relay.done():
+                self.counts["cancelled"] += 1
+        finally:
+            gone.cancel()
+            relay.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+        try:
+            await relay
+        except asyncio.CancelledError:
+            raise ConnectionResetError("the client left") from None
+
+    async def _relay(
+        self, front: Front, outgoing: h11.Request, body: bytes, ticket: Ticket | None, *, rest: bool
+    ) -> None:
+        link: Link | None = None
+        form = ticket.form if ticket is not None else None
+        try:
+            link, response = await self._ask(front, outgoing, body, ticket, rest)
+            await self._pass_on(front, link, response, ticket)
+            self.upstream.give_back(link)
+            link = None
+        except (OSError, TimeoutError, h11.RemoteProtocolError) as error:
+            self.counts["failed"] += 1
+            if front.started:
+                raise ConnectionResetError("the answer broke off") from error
+            unreachable = isinstance(error, Unreachable)
+            text = (
+                str(error) if unreachable else f"{self.upstream.url} closed the connection without an answer: {error}"
+            )
+            advice = "Is the server running? The proxy's --upstream names it." if unreachable else "Try again."
+            kind = "upstream_unreachable" if unreachable else "upstream_failed"
+            extra = [("connection", "close")] if rest else []
+            await front.answer(502, refusal(form, 502, kind, f"tenuto proxy: {text}. {advice}"), extra)
+        finally:
+            if ticket is not None:
+                self.tracker.failed(ticket)  # no effect once the answer has been read
+            if link is not None:
+                link.close()
+
+    async def _ask(
+        self, front: Front, outgoing: h11.Request, body: bytes, ticket: Ticket | None, rest: bool
+    ) -> tuple[Link, h11.Response]:
+        """Sends the request and waits for the head of its answer; once more when an idle connection turned out dead."""
+        link = await self.upstream.take()
+        while True:
+            fresh = link.fresh
+            try:
+                if rest:
+                    await link.send(outgoing, h11.Data(data=body))
+                    await _send_rest(front, link, len(body))
+                else:
+                    await link.send(outgoing, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
+                if ticket is not None:
+                    self.tracker.study(ticket)
+                event = await link.receive()
+                while isinstance(event, h11.InformationalResponse):
+                    event = await link.receive()
+                if isinstance(event, h11.Response):
+                    return link, event
+                raise ConnectionResetError("no answer came")
+            except ConnectionError:
+                link.close()
+                if fresh or rest:
+                    raise
+                link = await self.upstream.connect()
+            except BaseException:
+                link.close()
+                raise
+
+    async def _pass_on(self, front: Front, link: Link, response: h11.Response, ticket: Ticket | None) -> None:
+        headers: Headers = [(n, v) for n, v in response.headers.raw_items() if n.lower() not in HOP_BY_HOP]
+        await front.send(h11.Response(status_code=response.status_code, headers=headers, reason=bytes(response.reason)))
+        told = dict(response.headers)
+        readable = told.get(b"content-encoding", b"identity") == b"identity"
+        copy: list[bytes] | None = [] if ticket is not None and response.status_code < 300 and readable else None
+        size = 0
+        while not isinstance(event := await link.receive(), h11.EndOfMessage):
+            if not isinstance(event, h11.Data):
+                raise ConnectionResetError("the upstream closed the connection in the middle of its answer")
+            await front.send(event)
+            size += len(event.data)
+            if copy is not None:
+                copy.append(bytes(event.data))
+                copy = copy if size <= COPY_BYTES_MAX else None
+        await front.send(h11.EndOfMessage())
+        if ticket is not None and copy:
+            streamed = b"text/event-stream" in told.get(b"content-type", b"")
+            self.tracker.answered(ticket, b"".join(copy), streamed=streamed)
+
+    def _head(self, request: h11.Request, target: str, ticket: Ticket | None, length: int | None) -> h11.Request:
+        """The request's head as it goes upstream."""
+        extra = {
+            name.encode(): value.encode("utf-8", "replace") for name, value in (ticket.extra if ticket else {}).items()
+        }
+        if not self.upstream.hosted:
+            extra[b"accept-encoding"] = b"identity"  # the copy is read as it comes
+        replaced = {b"host", *extra}
+        if length is not None:
+            replaced.add(b"content-length")
+        headers: Headers = [(b"Host", self.upstream.host_header)]
+        headers += [
+            (name, value)
+            for name, value in request.headers.raw_items()
+            if name.lower() not in replaced and name.lower() not in HOP_BY_HOP
+        ]
+        headers += extra.items()
+        if length is None:
+            if not any(name.lower() == b"content-length" for name, _ in headers):
+                headers.append((b"Transfer-Encoding", b"chunked"))
+        elif length or request.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
+            headers.append((b"Content-Length", str(length).encode()))
+        return h11.Request(method=request.method, target=self.upstream.path + target, headers=headers)
+
+
+def _split_run(target: str) -> tuple[str, str]:
+    """``/run/NAME/v1/...``: the name of a client of a shared proxy, and the path without it."""
+    if not target.startswith(RUN_PATH):
+        return "", target
+    name, slash, rest = target[len(RUN_PATH) :].partition("/")
+    return name[:64], slash + rest or "/"
+
+
+async def _read_body(front: Front, headers: dict[str, str]) -> tuple[bytes, bool]:
+    """The body, and whether that is all of it. Raises ``TooLarge``."""
+    declared = headers.get("content-length", "0")
+    if int(declared) > BODY_BYTES_MAX:
+        raise TooLarge(f"the body has {declared} bytes, the proxy takes {BODY_BYTES_MAX}")
+    pieces: list[bytes] = []
+    size = 0
+    while size <= READ_BODY_BYTES_MAX:
+        piece = await front.body()
+        if piece is None:
+            return b"".join(pieces), True
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces), False
+
+
+async def _send_rest(front: Front, link: Link, sent: int) -> None:
+    while (piece := await front.body()) is not None:
+        sent += len(piece)
+        if sent > BODY_BYTES_MAX:
+            raise TooLarge(f"the body exceeds {BODY_BYTES_MAX} bytes")
+        await link.send(h11.Data(data=piece))
+    await link.send(h11.EndOfMessage())
