@@ -124,12 +124,13 @@ class Extent:
     @property
     def resident(self) -> bool:
         """Some tier holds a copy."""
-        return any(slots is not None for slots in self.slots)
+        device, host, disk = self.slots
+        return device is not None or host is not None or disk is not None
 
     @property
     def tombstone(self) -> bool:
         """Known but held nowhere, and not on its way anywhere."""
-        return self.parent is not None and not self.resident and not self.moves
+        return self.parent is not None and not self.moves and not self.resident
 
     def best_tier(self) -> int | None:
         """The fastest tier that holds it; None for a tombstone."""
@@ -200,7 +201,9 @@ def joinable(upper: Extent, lower: Extent, blocks_max: int) -> bool:
         and upper.lost == lower.lost
         and upper.refused == lower.refused
         and upper.blocks + lower.blocks <= blocks_max
-        and all((a is None) == (b is None) for a, b in zip(upper.slots, lower.slots, strict=True))
+        and (upper.slots[0] is None) == (lower.slots[0] is None)
+        and (upper.slots[1] is None) == (lower.slots[1] is None)
+        and (upper.slots[2] is None) == (lower.slots[2] is None)
     )
 
 

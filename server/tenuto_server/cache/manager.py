@@ -370,13 +370,14 @@ class CacheManager:
             self.set_tip(session, node)
 
     def _count(self, extent: Extent, users: int, rate: int) -> None:
-        node: Extent | None = extent
-        while node is not None:
+        node = extent
+        while node.parent is not None:
             node.users += users
             node.rate += rate
-            if node.parent is not None:
-                self.tiers.touch(node)
             node = node.parent
+        node.users += users
+        node.rate += rate
+        self.tiers.touch_path(extent)
 
     def context(self, session: int) -> list[Extent]:
         """The extents of a session's last context, in order."""
@@ -447,6 +448,8 @@ class CacheManager:
 
     def next_overdue_ns(self, now_ns: int) -> int | None:
         """When the next copy in flight stops being waited for."""
+        if not self.tiers.moves:
+            return None
         times = [move.begun_ns + self.tiers.patience_ns for move in self.tiers.moves.values()]
         return min((time for time in times if time > now_ns), default=None)
 

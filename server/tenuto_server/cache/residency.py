@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent, LostLabel
+from tenuto_server.cache.extent import DEVICE, DISK, TIERS, Extent, LostLabel
 from tenuto_server.cache.moves import Move, Purpose
 from tenuto_server.cache.pool import SlotPool
 from tenuto_server.cache.tree import PrefixTree
@@ -59,6 +59,7 @@ class Residency:
         self._heaps: tuple[list[tuple[float, int, int, int, Extent]], ...] = ([], [], [])
         self._stale: dict[Extent, None] = {}
         self._lowest_tier = max((tier for tier, pool in enumerate(self.pools) if pool.capacity), default=DEVICE)
+        self.tiered = self._lowest_tier != DEVICE
         self._priority, self._below, self._label = priority, below, label
         self._next_move = 0
 
@@ -72,14 +73,24 @@ class Residency:
         if len(self._stale) >= _STALE_MAX:
             self._file()
 
+    def touch_path(self, extent: Extent) -> None:
+        """Touches everything from ``extent`` up to below its root."""
+        stale, node = self._stale, extent
+        while node.parent is not None:
+            node.stamp += 1
+            stale[node] = None
+            node = node.parent
+        if len(stale) >= _STALE_MAX:
+            self._file()
+
     def _file(self) -> None:
         """Files what has been touched: once per extent, however often it was, and not before anybody asks."""
         stale, self._stale = self._stale, {}
         for extent in stale:
             if extent.pins or extent.moves or extent.parent is None:
                 continue
-            for tier in (DEVICE, HOST, DISK):
-                if extent.slots[tier] is not None:
+            for tier, slots in enumerate(extent.slots):
+                if slots is not None:
                     entry = (self._priority(extent, tier), -extent.start, extent.order, extent.stamp, extent)
                     heapq.heappush(self._heaps[tier], entry)
         for tier, heap in enumerate(self._heaps):
@@ -112,15 +123,17 @@ class Residency:
     def pin_path(self, extent: Extent, delta: int) -> None:
         """Pins (+1) or unpins (-1) everything from ``extent`` up to its root."""
         node: Extent | None = extent
+        freed = False
         while node is not None:
             before = node.pins
             node.pins += delta
             assert node.pins >= 0
             if node.slots[DEVICE] is not None and (not before or not node.pins):
                 self.pinned_device_blocks += node.blocks if not before else -node.blocks
-            if not node.pins and node.parent is not None:
-                self.touch(node)
+            freed = freed or not node.pins
             node = node.parent
+        if freed:
+            self.touch_path(extent)
 
     # ---- making room ---------------------------------------------------------------------------------------------
 
@@ -140,7 +153,7 @@ class Residency:
             self.evicted_priority[tier] = lowest[0]
             wanted = need - pool.free - (0 if drop else coming)
             victim = self._trim(lowest[1], tier, wanted, drop or tier == self._lowest_tier)
-            if any(victim.slots[lower] is not None for lower in range(tier + 1, 3)):
+            if tier < self._lowest_tier and any(slots is not None for slots in victim.slots[tier + 1 :]):
                 self.drop(victim, tier)
                 continue
             target = None if drop or tier == self._lowest_tier else self._below(victim, tier)
@@ -157,6 +170,8 @@ class Residency:
 
     def coming(self, tier: int, now_ns: int) -> int:
         """Slots of a tier that copies in flight will free; a copy that is overdue is no longer counted on."""
+        if not self.moves:
+            return 0
         return sum(
             m.blocks for m in self.moves.values() if m.src == tier and m.drop_source and not self.overdue(m, now_ns)
         )

@@ -147,9 +147,9 @@ class PrefixTree:
 
     def join_lost(self, extent: Extent) -> None:
         """Joins a tombstone with the one below it: a context that is eaten from its end leaves one, not one per bite."""
-        if extent.tombstone and len(extent.children) == 1:
-            below = next(iter(extent.children.values()))
-            if below.tombstone and joinable(extent, below, self._extent_blocks_max):
+        if len(extent.children) == 1 and extent.tombstone:
+            (below,) = extent.children.values()
+            if joinable(extent, below, self._extent_blocks_max):
                 join(extent, below, self.block_tokens)
 
     def bury(self, extent: Extent) -> None:
@@ -209,7 +209,7 @@ def path_to(extent: Extent, from_block: int = 0) -> list[Extent]:
     """The extents that end after block ``from_block``, down to ``extent``, in order; tails count by their block."""
     path: list[Extent] = []
     node = extent
-    while node.parent is not None and node.end > from_block:
+    while node.parent is not None and node.start + node.blocks > from_block:
         path.append(node)
         node = node.parent
     path.reverse()

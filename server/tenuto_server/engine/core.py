@@ -147,11 +147,11 @@ class Core:
 
     def _label(self, extent: Extent, tier: int) -> LostLabel:
         """Why an extent loses its copy on a tier; breaks the leases that promised it."""
-        left = [other for other, slots in enumerate(extent.slots) if slots is not None and other != tier]
         label: LostLabel = "capacity"
         promised = expired = False
         for session in self._users(extent):
             if session.leased(self.now_ns) and session.retention is not None:
+                left = [other for other, slots in enumerate(extent.slots) if slots is not None and other != tier]
                 if not left or left[0] > TIERS.index(session.retention.lease_tier):
                     promised = True
                     session.lease_broken = True
@@ -171,6 +171,11 @@ class Core:
         while stack and seen < _LABEL_NODES_MAX:
             node = stack.pop()
             seen += 1
-            found.extend(self.sessions.by_handle[h] for h in sorted(node.tips) if h in self.sessions.by_handle)
-            stack.extend(child for child in (*node.children.values(), *node.tails) if child.users)
+            for handle in sorted(node.tips) if len(node.tips) > 1 else node.tips:
+                if (session := self.sessions.by_handle.get(handle)) is not None:
+                    found.append(session)
+            if node.children:
+                stack.extend(child for child in node.children.values() if child.users)
+            if node.tails:
+                stack.extend(tail for tail in node.tails if tail.users)
         return found

@@ -27,6 +27,8 @@ class Restorer:
         core, table = self._core, sequence.table
         assert table is not None
         sequence.compute_until = 0
+        if not core.cache.tiers.tiered:
+            return  # there is nothing to load from
         run: list[Extent] = []
         for extent in path_to(table.tip):
             tier = extent.best_tier()
@@ -87,6 +89,8 @@ class Restorer:
         """Every step: keeps loading, and counts the time that a turn spends waiting for a copy."""
         core, table = self._core, sequence.table
         assert table is not None
+        if not core.cache.tiers.tiered:
+            return
         waits = core.cache.settle(table)
         stalled = waits is not None and not self.give_up(sequence, waits)
         if stalled and not sequence.stalled_since_ns:
@@ -129,9 +133,15 @@ class Restorer:
         until = sequence.compute_until * size
         table = sequence.table
         assert table is not None
-        if extent.best_tier() is not None and not extent.refused & 1 and table.front < until:
-            return min(until, extent.end * size)
-        return extent.end * size
+        if extent.best_tier() is not None:
+            split = not extent.refused & 1 and table.front < until
+            return min(until, extent.end * size) if split else extent.end * size
+        end = extent.end
+        for below in path_to(table.tip, end):  # what is lost just below is computed in the same go
+            if not below.tombstone:
+                return end * size
+            end = below.end
+        return end * size if table.cow is not None else sequence.count
 
     def _patience_ns(self, sequence: Sequence) -> int:
         return sequence.stalled_since_ns + int(_DEADLINE_S_MIN * 1e9)

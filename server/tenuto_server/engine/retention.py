@@ -271,6 +271,8 @@ class RetentionKeeper:
     def _keep_room(self) -> None:
         """Copies the least valuable blocks of a nearly full tier down, so that later need finds free slots."""
         core = self._core
+        if not core.cache.tiers.tiered:
+            return
         for tier in (DEVICE, HOST):
             pool = core.cache.tiers.pools[tier]
             want = min(int(pool.capacity * _WATERMARK), 2 * core.config.cache.transfer_blocks_max)

@@ -146,8 +146,10 @@ class Scheduler:
     def admit(self) -> None:
         """Lets waiting turns in, in the policy's order, while their whole budget of blocks can be had."""
         core = self._core
-        overdue = self._core.cache.next_overdue_ns(self._core.now_ns)
-        if not self.waiting or (not self.admit_again and overdue == self._overdue_ns):
+        if not self.waiting:
+            return
+        overdue = core.cache.next_overdue_ns(core.now_ns)
+        if not self.admit_again and overdue == self._overdue_ns:
             return
         self._overdue_ns = overdue
         self.admit_again = False
@@ -188,10 +190,11 @@ class Scheduler:
         capacity = sequence.prompt_tokens + sequence.turn.sampling.max_tokens + cache.block_tokens
         tokens = sequence.tokens[: sequence.count]
         table, found = cache.acquire(session.root, tokens, capacity)
-        need = self._budget_blocks(sequence) - cache.held_blocks(table)
-        if need > cache.reclaimable_device_blocks(core.now_ns) - self._outstanding() and self.running:
-            cache.release(table, tokens, None)
-            return False
+        if self.running:
+            need = self._budget_blocks(sequence) - cache.held_blocks(table)
+            if need > cache.reclaimable_device_blocks(core.now_ns) - self._outstanding():
+                cache.release(table, tokens, None)
+                return False
         cache.use(table, core.now_s)
         sequence.table, sequence.admitted_ns = table, core.now_ns
         if not sequence.started:
@@ -251,7 +254,7 @@ class Scheduler:
     def plan(self) -> ForwardPlan | None:
         """The next batch: one token for every decoding turn, then prefill chunks up to the budget."""
         core = self._core
-        if self._flight:
+        if self._flight or not self.running:
             return None
         rows: list[ForwardRow] = []
         copies: list[tuple[int, int]] = []
@@ -423,6 +426,8 @@ class Scheduler:
     def next_deadline_ns(self) -> int | None:
         """When the earliest copy that a turn waits for becomes late."""
         now_ns = self._core.now_ns
+        if not self._core.cache.tiers.tiered:
+            return None
         times = [self._restorer.next_deadline_ns(self.running)]
         if self.waiting or self.running:
             times.append(self._core.cache.next_overdue_ns(now_ns))

@@ -50,8 +50,12 @@ class Histogram:
         """Counts one pause of ``length_s`` seconds."""
         centre = bin_of(length_s)
         counts = self.counts
-        for offset, weight in enumerate(_KERNEL, centre - _HALF):
-            counts[min(BINS - 1, max(0, offset))] += weight
+        if _HALF <= centre < BINS - _HALF:
+            for offset, weight in enumerate(_KERNEL, centre - _HALF):
+                counts[offset] += weight
+        else:
+            for offset, weight in enumerate(_KERNEL, centre - _HALF):
+                counts[min(BINS - 1, max(0, offset))] += weight
         self.total += 1.0
         if self.total >= self._next:
             self.epoch += 1

@@ -22,7 +22,7 @@ from tenuto_server.sim.knowledge import Delivery, PauseScale, parse_policy
 from tenuto_server.sim.machine import SimMachine
 from tenuto_server.sim.tally import Tally, classes_of
 from tenuto_server.sim.traces import Trace
-from tenuto_server.sim.workload import Workload
+from tenuto_server.sim.workload import WARM_UP_S, WINDOW_S, Workload
 from tenuto_server.sim.world import World
 
 _STEPS_MAX = 1 << 40
@@ -47,8 +47,8 @@ class Setup:
     hints: str = "on"
     timing: str = "none"
     service: str = "recorded"
-    window_s: float = 86400.0
-    warm_up_s: float = 14400.0
+    window_s: float = WINDOW_S
+    warm_up_s: float = WARM_UP_S
     host_ratio: float = 4.0
     disk_ratio: float = 16.0
 
@@ -184,11 +184,16 @@ class _Run:
             workload,
             parse_policy(setup.policy)[1],
             Delivery.parse(setup.hints),
-            PauseScale.of(trace.sessions, served=workload.served and not self._timed),
+            self._scale(trace),
             setup.unit,
             self._record,
             answers=self._timed,
         )
+
+    def _scale(self, trace: Trace) -> PauseScale:
+        """What forecasts are drawn from; nothing where nobody forecasts."""
+        told = parse_policy(self._setup.policy)[1].r2 is not None
+        return PauseScale.of(trace.sessions if told else (), served=self._workload.served and not self._timed)
 
     def _after_step(self) -> None:
         now_ns, cache = self._world.now_ns, self._engine.core.cache

@@ -190,19 +190,21 @@ class World:
         if turn is None:
             return
         match output:
-            case TurnStarted():
-                turn.started = output
-            case TokensOut(_, tokens):
-                turn.tokens.extend(tokens)
+            case TokensOut():
+                turn.tokens.extend(output.tokens)
                 if turn.first_token_ns is None:
                     turn.first_token_ns = self.now_ns
+                return
             case TurnDone():
                 turn.done = output
             case TurnRejected():
                 turn.rejected = output
-        self._open -= turn.ended
-        if turn.ended:
-            if not self._remember:
-                del self.turns[turn.request_id]
-            if listener := self._listeners.pop(turn.request_id, None):
-                listener(turn)
+            case _:
+                assert isinstance(output, TurnStarted)
+                turn.started = output
+                return
+        self._open -= 1
+        if not self._remember:
+            del self.turns[turn.request_id]
+        if listener := self._listeners.pop(turn.request_id, None):
+            listener(turn)
