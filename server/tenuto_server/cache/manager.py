@@ -443,8 +443,8 @@ class CacheManager:
         self.tiers.touch(extent)
 
     def room_is_coming(self, now_ns: int) -> bool:
-        """Copies are in flight that will free device blocks soon, or make way below for those that will."""
-        return any(self.tiers.coming(tier, now_ns) for tier in (DEVICE, HOST))
+        """Copies are in flight that will free device blocks soon, or make way for those that will, below or on the link."""
+        return self.tiers.link_busy(now_ns) or any(self.tiers.coming(tier, now_ns) for tier in (DEVICE, HOST))
 
     def next_overdue_ns(self, now_ns: int) -> int | None:
         """When the next copy in flight stops being waited for."""

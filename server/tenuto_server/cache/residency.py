@@ -7,6 +7,7 @@ Owner of pools, heaps and moves. Everything that takes time has two phases: ``be
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -18,6 +19,8 @@ from tenuto_server.cache.tree import PrefixTree
 
 Priority = Callable[[Extent, int], float]
 Below = Callable[[Extent, int], int | None]
+# An eviction order: (priority, last use); what is lower goes first.
+Rank = tuple[float, float]
 Label = Callable[[Extent, int], LostLabel]
 
 # Touched extents wait to be filed until somebody needs the order; this many at most.
@@ -28,7 +31,8 @@ _BITE_SHIFT = 10
 
 class Residency:
     """Three tiers of blocks. ``priority(extent, tier)``: lowest goes first. ``below(extent, tier)``: where an extent
-    leaving a tier under pressure is copied first, None to drop it. ``label(extent, tier)``: why a last copy was lost."""
+    leaving a tier under pressure is copied first, None to drop it; asked again with that answer for the tier after it.
+    ``label(extent, tier)``: why a last copy was lost."""
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class Residency:
         self.patience_ns = int(patience_s * 1e9)
         self._moves_max = moves_max
         self._move_blocks_max = move_blocks_max
-        self._heaps: tuple[list[tuple[float, int, int, int, Extent]], ...] = ([], [], [])
+        self._heaps: tuple[list[tuple[float, float, int, int, int, Extent]], ...] = ([], [], [])
         self._stale: dict[Extent, None] = {}
         self._lowest_tier = max((tier for tier, pool in enumerate(self.pools) if pool.capacity), default=DEVICE)
         self.tiered = self._lowest_tier != DEVICE
@@ -66,8 +70,8 @@ class Residency:
     # ---- heaps ---------------------------------------------------------------------------------------------------
 
     def touch(self, extent: Extent) -> None:
-        """Notes that anything which an extent's priority or evictability depends on has changed. Among equals the deepest
-        goes first: it is the part least often shared and least likely to be in the next prompt."""
+        """Notes that anything which an extent's priority or evictability depends on has changed. Among equals the one used
+        longest ago goes first, then the deepest: the part least often shared and least likely to be in the next prompt."""
         extent.stamp += 1
         self._stale[extent] = None
         if len(self._stale) >= _STALE_MAX:
@@ -91,7 +95,8 @@ class Residency:
                 continue
             for tier, slots in enumerate(extent.slots):
                 if slots is not None:
-                    entry = (self._priority(extent, tier), -extent.start, extent.order, extent.stamp, extent)
+                    rank = (self._priority(extent, tier), extent.last_used_s)
+                    entry = (*rank, -extent.start, extent.order, extent.stamp, extent)
                     heapq.heappush(self._heaps[tier], entry)
         for tier, heap in enumerate(self._heaps):
             if len(heap) > 256 and len(heap) > 4 * (self.pools[tier].capacity - self.pools[tier].free):
@@ -99,17 +104,17 @@ class Residency:
 
     def _compact(self, tier: int) -> None:
         heap = self._heaps[tier]
-        heap[:] = [entry for entry in heap if entry[3] == entry[4].stamp and entry[4].evictable(tier)]
+        heap[:] = [entry for entry in heap if entry[4] == entry[5].stamp and entry[5].evictable(tier)]
         heapq.heapify(heap)
 
-    def _lowest(self, tier: int) -> tuple[float, Extent] | None:
+    def _lowest(self, tier: int) -> tuple[Rank, Extent] | None:
         if self._stale:
             self._file()
         heap = self._heaps[tier]
         while heap:
-            priority, _, _, stamp, extent = heap[0]
+            priority, used_s, _, _, stamp, extent = heap[0]
             if stamp == extent.stamp and extent.parent is not None and extent.evictable(tier):
-                return priority, extent
+                return (priority, used_s), extent
             heapq.heappop(heap)
         return None
 
@@ -118,7 +123,7 @@ class Residency:
         if self.pools[tier].free > 0:
             return 0.0
         lowest = self._lowest(tier)
-        return max(0.0, lowest[0]) if lowest else 0.0
+        return max(0.0, lowest[0][0]) if lowest else 0.0
 
     def pin_path(self, extent: Extent, delta: int) -> None:
         """Pins (+1) or unpins (-1) everything from ``extent`` up to its root."""
@@ -137,9 +142,9 @@ class Residency:
 
     # ---- making room ---------------------------------------------------------------------------------------------
 
-    def make_room(self, tier: int, need: int, now_ns: int, *, ceiling: float | None = None, drop: bool = False) -> bool:
+    def make_room(self, tier: int, need: int, now_ns: int, *, ceiling: Rank | None = None, drop: bool = False) -> bool:
         """Frees slots until ``need`` are free; True if they are now. Victims that deserve a lower copy start their
-        copy first and free their slots when it ends (call again then). ``ceiling``: take nothing of higher priority.
+        copy first and free their slots when it ends (call again then). ``ceiling``: take nothing from this rank up.
         ``drop``: lose what has no lower copy rather than wait for one."""
         pool = self.pools[tier]
         coming = self.coming(tier, now_ns)
@@ -150,23 +155,40 @@ class Residency:
             lowest = self._lowest(tier)
             if lowest is None or (ceiling is not None and lowest[0] >= ceiling):
                 break
-            self.evicted_priority[tier] = lowest[0]
+            self.evicted_priority[tier] = lowest[0][0]
             wanted = need - pool.free - (0 if drop else coming)
             victim = self._trim(lowest[1], tier, wanted, drop or tier == self._lowest_tier)
             if tier < self._lowest_tier and any(slots is not None for slots in victim.slots[tier + 1 :]):
                 self.drop(victim, tier)
                 continue
-            target = None if drop or tier == self._lowest_tier else self._below(victim, tier)
-            if target is not None:
-                move = self.begin_move(victim, tier, target, "offload", now_ns, drop_source=True)
-                if move is not None:
-                    coming += move.blocks
-                    continue
-                if self.coming(target, now_ns) or (coming and len(self.moves) >= self._moves_max):
-                    break  # the lower tier or the link is busy making way: what deserves a copy waits for it
+            copied = 0 if drop or tier == self._lowest_tier else self._copy_down(victim, tier, now_ns)
+            if copied is None:
+                break
+            if copied:
+                coming += copied
+                continue
             self.drop(victim, tier)
             self._tree.join_lost(victim)
         return pool.free >= need
+
+    def _copy_down(self, victim: Extent, tier: int, now_ns: int) -> int | None:
+        """Starts copying a victim, or as much of its end as fits, to the first lower tier that takes any of it. Blocks on
+        their way; 0: none takes it; None: what deserves a copy waits, a lower tier or the link is busy making way."""
+        target = self._below(victim, tier)
+        while target is not None:
+            if self.link_busy(now_ns):
+                return None
+            move = self.begin_move(victim, tier, target, "offload", now_ns, drop_source=True)
+            if move is not None:
+                return move.blocks
+            if self.coming(target, now_ns):
+                return None
+            target = self._below(victim, target)
+        return 0
+
+    def link_busy(self, now_ns: int) -> bool:
+        """As many copies are in flight as there may be, and one of them at least is expected to end soon."""
+        return len(self.moves) >= self._moves_max and any(not self.overdue(m, now_ns) for m in self.moves.values())
 
     def coming(self, tier: int, now_ns: int) -> int:
         """Slots of a tier that copies in flight will free; a copy that is overdue is no longer counted on."""
@@ -234,24 +256,32 @@ class Residency:
         drop_source: bool = False,
         ceiling: float | None = None,
     ) -> Move | None:
-        """Starts copying an extent; None if the destination has no room (nothing above ``ceiling`` is evicted for it),
-        too many copies are in flight, or the destination has refused it."""
+        """Starts copying an extent; None if the destination has no room, too many copies are in flight, or the destination
+        has refused it. Upwards all of it goes or nothing, and nothing of priority ``ceiling`` or above is evicted for it;
+        downwards, where the room that what is worth less leaves is not enough for all of it, as much of its end as fits."""
         source = extent.slots[src]
         if source is None or extent.slots[dst] is not None or extent.moving_to(dst) or extent.refused & (1 << dst):
             return None
         if src == DISK and any(move.src == DISK for move in extent.moves):
             return None
-        if len(self.moves) >= self._moves_max or extent.blocks > self.pools[dst].capacity:
+        down = dst > src
+        if len(self.moves) >= self._moves_max or (not down and extent.blocks > self.pools[dst].capacity):
             return None
-        if ceiling is None and dst != DEVICE:
-            ceiling = self._priority(extent, dst)
+        rank = None if ceiling is None else (ceiling, -math.inf)
+        if rank is None and dst != DEVICE:
+            rank = (self._priority(extent, dst), extent.last_used_s)
         # The source must survive making room: a move protects it only once it is filed.
         extent.pins += 1
-        room = self.make_room(dst, extent.blocks, now_ns, ceiling=ceiling)
+        self.make_room(dst, min(extent.blocks, self.pools[dst].capacity), now_ns, ceiling=rank)
         extent.pins -= 1
-        if not room:
-            self.touch(extent)
-            return None
+        fits = self.pools[dst].free
+        if fits < extent.blocks:
+            if not (down and fits):
+                self.touch(extent)
+                return None
+            self._trim_exact(extent, fits)
+            source = extent.slots[src]
+            assert source is not None
         self._next_move += 1
         move = Move(
             self._next_move,

@@ -137,13 +137,15 @@ class Core:
         return self.policy.priority(self.view(extent), TIERS[tier], system)
 
     def _below(self, extent: Extent, tier: int) -> int | None:
-        name = self.policy.keep_below(self.view(extent), TIERS[tier], self.system())
-        if name is None:
-            return None
-        target = TIERS.index(name)
-        if target <= tier or not self.writable[target] or extent.refused & (1 << target):
-            return None
-        return target
+        view = self.view(extent)
+        while (name := self.policy.keep_below(view, TIERS[tier], self.system())) is not None:
+            target = TIERS.index(name)
+            if target <= tier:
+                return None
+            if self.writable[target] and not extent.refused & (1 << target):
+                return target
+            tier = target  # it would go there but cannot: what is the next best?
+        return None
 
     def _label(self, extent: Extent, tier: int) -> LostLabel:
         """Why an extent loses its copy on a tier; breaks the leases that promised it."""

@@ -205,12 +205,12 @@ class RetentionKeeper:
         for extent in reversed(core.cache.context(handle)):
             if not self._wants_offload(extent, target):
                 continue
-            piece = core.cache.tiers.chunk(extent)
-            move = core.cache.tiers.begin_move(piece, DEVICE, target, "offload", core.now_ns)
+            whole = extent.blocks
+            move = core.cache.tiers.begin_move(core.cache.tiers.chunk(extent), DEVICE, target, "offload", core.now_ns)
             if move is None:
                 break
             core.count("offloads_early")
-            if piece is not extent or len(core.cache.tiers.moves) >= core.config.cache.transfers_inflight_max:
+            if move.blocks < whole or len(core.cache.tiers.moves) >= core.config.cache.transfers_inflight_max:
                 return  # more of it next time
         else:
             self._offloading.pop(handle, None)
