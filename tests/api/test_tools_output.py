@@ -214,6 +214,11 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
     assert parser.finish() == [ToolCallEnd(0)]
 
 
+def test_one_call_where_only_one_may_come() -> None:
+    call = '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
+    assert summary(f"{call}\n{call}", parallel=False)[2] == [LS]
+
+
 def test_a_cut_call_is_still_a_call() -> None:
     events = events_of(['<tool_call>{"name": "bash", "arguments": {"command": "ls'])
     assert events == [ToolCallStart(0, "id0", "bash"), ToolCallDelta(0, '{"command": "ls'), ToolCallEnd(0)]

@@ -65,14 +65,22 @@ OutputEvent: TypeAlias = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDe
 
 
 class OutputParser:
-    """See the module. ``reasoning``: the answer starts inside its reasoning."""
+    """See the module. ``reasoning``: the answer starts inside its reasoning. Without ``parallel``, calls after the first
+    are left out."""
 
     def __init__(
-        self, format: ToolFormat, tools: tuple[ToolSpec, ...], *, reasoning: bool, new_id: Callable[[], str]
+        self,
+        format: ToolFormat,
+        tools: tuple[ToolSpec, ...],
+        *,
+        reasoning: bool,
+        parallel: bool,
+        new_id: Callable[[], str],
     ) -> None:
         self._events: list[OutputEvent] = []
         self._new_id = new_id
         self._index = -1
+        self._parallel, self._muted = parallel, False
         self._calls = Calls(format, tools, self)
         self._format, self._tools, self._reasoning = format, tools, reasoning
         self._input = self._calls.input
@@ -112,11 +120,16 @@ class OutputParser:
 
     def begin_call(self, name: str) -> None:
         """A call of this tool."""
+        self._muted = self._index >= 0 and not self._parallel
+        if self._muted:
+            return
         self._index += 1
         self._events.append(ToolCallStart(self._index, self._new_id(), name))
 
     def arguments(self, text: str) -> None:
         """More of its arguments."""
+        if self._muted:
+            return
         if self._events and isinstance(last := self._events[-1], ToolCallDelta):
             self._events[-1] = ToolCallDelta(self._index, last.arguments + text)
         elif text:
@@ -124,7 +137,8 @@ class OutputParser:
 
     def end_call(self) -> None:
         """It is complete."""
-        self._events.append(ToolCallEnd(self._index))
+        if not self._muted:
+            self._events.append(ToolCallEnd(self._index))
 
     # The machine.
 
@@ -190,14 +204,18 @@ def output_parser(
     tools: tuple[ToolSpec, ...] = (),
     *,
     reasoning: bool = False,
+    parallel: bool = True,
     new_id: Callable[[], str] | None = None,
 ) -> OutputParser:
     """A parser for one answer. Without ``tools`` (none offered, or ``tool_choice`` none) markup of calls is plain text.
 
-    ``reasoning``: the prompt's end opened it (``ToolFormat.opens_reasoning``). ``new_id``: makes the ids of calls.
+    ``reasoning``: the prompt's end opened it (``ToolFormat.opens_reasoning``). ``parallel``: more than one call may come out.
+    ``new_id``: makes the ids of calls.
     """
     short = format.name.startswith("mistral")
-    return OutputParser(format, tools, reasoning=reasoning, new_id=new_id or (_short_id if short else _call_id))
+    return OutputParser(
+        format, tools, reasoning=reasoning, parallel=parallel, new_id=new_id or (_short_id if short else _call_id)
+    )
 
 
 def _call_id() -> str:

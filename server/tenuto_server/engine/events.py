@@ -19,7 +19,7 @@ class Sampling:
     """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
 
     Token number ``i`` of a turn is drawn from a counter-based generator keyed by (``seed``, i), so that preemption,
-    batching and caching cannot change it.
+    batching and caching cannot change it. ``grammar``: number of the grammar that the runtime holds the answer to; 0: none.
     """
 
     max_tokens: int
@@ -29,6 +29,7 @@ class Sampling:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    grammar: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

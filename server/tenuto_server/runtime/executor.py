@@ -17,6 +17,7 @@ from tenuto_server.engine.plan import ForwardPlan, Transfer
 from tenuto_server.model.transformer import Transformer
 from tenuto_server.runtime.batch import BatchBuilder
 from tenuto_server.runtime.disk import DiskTier
+from tenuto_server.runtime.grammar import GrammarBook
 from tenuto_server.runtime.kv_store import KVStore
 from tenuto_server.runtime.sampler import sample
 from tenuto_server.runtime.transfer import Transfers
@@ -26,7 +27,8 @@ class TorchExecutor:
     """``disk``: an open tier whose ``block_bytes`` are those of the model's layout, or None; closed with the executor.
 
     ``host_bytes_per_s``, ``disk_bytes_per_s`` limit the tiers' bandwidth (None: no limit). ``host_checksums`` guards blocks in
-    host memory; those on disk always are. Raises ``ValueError`` for sizes that do not fit.
+    host memory; those on disk always are. ``grammars``, set after construction,
+    holds answers to a grammar. Raises ``ValueError`` for sizes that do not fit.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TorchExecutor:
             checksums=host_checksums,
         )
         self.disk = disk
+        self.grammars: GrammarBook | None = None
         self.transfers = Transfers(
             self.store,
             disk,
@@ -79,7 +82,11 @@ class TorchExecutor:
             logits = self.transformer.forward(batch, pool)
             self._counts["model_ns"] += time.perf_counter_ns() - computing
             rows = [row for row in plan.rows if row.sample]
+            if self.grammars is not None:
+                self.grammars.constrain(logits, rows)
             tokens = sample(logits, [row.sampling for row in rows], [row.draw for row in rows])
+            if self.grammars is not None:
+                self.grammars.advance(rows, tokens)
             sampled = tuple((row.seq, token) for row, token in zip(rows, tokens, strict=True))
             self._counts["tokens"] += batch.rows.num_tokens
         if pool.device.type == "cuda":

@@ -51,6 +51,17 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[int]) 
     return result
 
 
+def mask_logits(logits: Tensor, rows: Sequence[int], masks: Tensor) -> None:
+    """Sets what is not allowed to minus infinity, in place. ``logits``: fp32 [R, V]; ``masks``: int32 [n, W], W * 32 >= V,
+    one row for each of ``rows``; bit v % 32 of word v // 32 allows token v."""
+    vocab = logits.shape[1]
+    index = torch.tensor(rows, device=logits.device)
+    words = masks.to(logits.device)
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+    allowed = bits.view(len(rows), -1)[:, :vocab].bool()
+    logits[index] = logits[index].where(allowed, -torch.inf)
+
+
 def uniforms(seeds: Sequence[int], draws: Sequence[int]) -> NDArray[np.float64]:
     """One number in [0, 1), 53 random bits, for each (seed, draw); both are taken mod 2**64."""
     seed = np.array([value & 0xFFFF_FFFF_FFFF_FFFF for value in seeds], dtype=np.uint64)
