@@ -20,7 +20,7 @@ _ITEM_IDS = ("msg_", "fc_", "fco_", "amsg_", "rs_")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as digests. ``head``: system text and tool names; ``messages``: what follows, and how long each is."""
+    """A prompt as digests. ``head``: system text and tool names; ``messages``: what follows; the lengths of both."""
 
     head: int
     messages: tuple[int, ...]
@@ -33,12 +33,14 @@ class Prompt:
         return self.head_chars + sum(self.chars)
 
 
-def prompt_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[str], system: Any) -> Prompt:
-    """The digests of a prompt in any dialect."""
+def prompt_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[str], system: Any, size: int = 0) -> Prompt:
+    """The digests of a prompt in any dialect. ``size``: bytes of the whole body; what is no message counts as head, as
+    the descriptions of tools do, which are not looked at."""
     lead = next((i for i, m in enumerate(messages) if m.get("role") not in _SYSTEM), len(messages))
     head = json.dumps([system, [m.get("content") for m in messages[:lead]]], default=str) + "\0" + "\0".join(tools)
     texts = [_canonical(message) for message in messages[lead:]]
-    return Prompt(hash(head), tuple(map(hash, texts)), tuple(map(len, texts)), len(head))
+    chars = tuple(map(len, texts))
+    return Prompt(hash(head), tuple(map(hash, texts)), chars, max(len(head), size - sum(chars)))
 
 
 def shared(old: Prompt, new: Prompt) -> int:

@@ -44,7 +44,8 @@ class Node:
         self.pause: Pause | None = None
         self.outstanding: set[str] = set()
         self.calls: set[str] = set()
-        self.expects = 0
+        self.expects = 0  # subagents that were spawned and have not spoken yet
+        self.turn_over = False
         self.expected_names: list[str] = []
         self.tools: tuple[str, ...] = ()
         self.model: str | None = None
@@ -97,6 +98,9 @@ class Node:
         self.running += 1
         self.turns += 1
         self.end_pause()
+        if self.turn_over:  # whatever was spawned before has spoken by now, or never will
+            self.turn_over, self.expects = False, 0
+            self.expected_names.clear()
         if model is not None and self.model is not None and model != self.model:
             self.session.emit(AgentModelSwitch, model=model)
         self.model = model or self.model
@@ -114,9 +118,8 @@ class Node:
         self.calls |= self.outstanding
         names = [name.lower() for name, _ in ending.calls]
         spawned = [args for (name, args) in ending.calls if name.lower() in SPAWNS]
-        self.expects = self.expects + len(spawned) if names or self.children else 0
-        if not self.expects:
-            self.expected_names.clear()
+        self.expects += len(spawned)
+        self.turn_over = not names
         self._tell_forks(spawned)
         if self.parent is not None and not names:
             self.parent.joined(self.name)
@@ -130,7 +133,7 @@ class Node:
             return "subagent"
         if names:
             return "tool"
-        if self.children:
+        if self.children or self.expects:
             return "subagent"
         return "unknown" if stop in CUT_OFF else "human"
 

@@ -114,10 +114,12 @@ class ProxyServer:
             await self._own(front, method, target)
             return
         if headers.get("upgrade", "").lower() == "websocket":
+            await _skip_body(front)
             # Clients that offer a socket fall back to plain requests on this status.
             await front.answer(426, refusal(dialect(target), 426, "no_websocket", "use plain HTTP requests"))
             return
         if method == "HEAD" and target == "/" and not self.upstream.hosted:
+            await _skip_body(front)
             await front.answer(200, b"", head_only=True)
             return
         try:
@@ -305,6 +307,11 @@ async def _read_body(front: Front, headers: dict[str, str]) -> tuple[bytes, bool
         pieces.append(piece)
         size += len(piece)
     return b"".join(pieces), False
+
+
+async def _skip_body(front: Front) -> None:
+    while await front.body() is not None:
+        pass
 
 
 async def _send_rest(front: Front, link: Link, sent: int) -> None:

@@ -111,7 +111,7 @@ class Tracker:
                 return
             if content.kind in ("prewarm", "side") or (content.kind == "turn" and node.tools and not content.tools):
                 return  # it shares the session's name, but is no turn of it
-            prompt = ticket.prompt or prompt_of(content.messages, content.tools, content.system)
+            prompt = ticket.prompt or _prompt(ticket, content)
             window = window_of(ticket.headers)
             ticket.counts = True
             if node.parent is not None:
@@ -264,7 +264,7 @@ class Tracker:
             ticket.node = self.make(ticket.scope, key, identity, ticket.client)
         elif ticket.content is not None and ticket.content.kind != "side":
             content = ticket.content
-            ticket.prompt = prompt_of(content.messages, content.tools, content.system)
+            ticket.prompt = _prompt(ticket, content)
             ticket.node = self._infer(ticket, ticket.prompt, key)
 
     def _infer(self, ticket: Ticket, prompt: Prompt, key: str | None) -> Node:
@@ -299,6 +299,10 @@ class Tracker:
             except HeaderError:
                 sender.lose_carried(envelope)
         return headers
+
+
+def _prompt(ticket: Ticket, content: Content) -> Prompt:
+    return prompt_of(content.messages, content.tools, content.system, len(ticket.body))
 
 
 def api_key(headers: Mapping[str, str]) -> str | None:
