@@ -305,7 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/health":
             self._json(200, {"status": "ok"})
         elif self.path == "/v1/models":
-            self._json(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+            self._json(200, {"object": "list", "data": [{"id": "fake", "object": "model", "max_model_len": 131072}]})
         else:
             self._json(404, {"error": {"message": f"no path {self.path}", "type": "not_found_error"}})
 

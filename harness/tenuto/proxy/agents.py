@@ -82,10 +82,13 @@ class Start:
 def agent_of(argv: Sequence[str]) -> tuple[str | None, int]:
     """The agent that a command line starts and where its name stands; ``(None, 0)`` for any other command."""
     for position, word in enumerate(argv[:WORDS_SEARCHED]):
-        base = PurePath(word).name.removesuffix(".js").removesuffix(".cmd").removesuffix(".exe")
-        name = _NAMES.get(base.partition("@")[0] or base)
-        if name is not None:
-            return name, position
+        path = PurePath(word)
+        # A script is called by the folder of its package: ``node .../@qwen-code/qwen-code/cli.js``.
+        candidates = path.parts[:-1][::-1] if path.suffix in (".js", ".mjs", ".cjs") else ()
+        for part in (path.name.removesuffix(".cmd").removesuffix(".exe"), *candidates):
+            name = _NAMES.get(part.partition("@")[0] or part)
+            if name is not None:
+                return name, position
     return None, 0
 
 
