@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tenuto_kernels import memory
+
 #: Part of every block's identity: raise it whenever the meaning of a block's bytes changes.
 LAYOUT_VERSION = 1
 
@@ -62,4 +64,7 @@ class KVLayout:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
         device = torch.device(device)
         pinned = pin and device.type == "cpu" and torch.cuda.is_available()
-        return torch.zeros((num_blocks, *self.block_shape), dtype=self.dtype, device=device, pin_memory=pinned)
+        shape = (num_blocks, *self.block_shape)
+        if device.type == "cpu" and not pinned:
+            return memory.zeros(shape, self.dtype)
+        return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)

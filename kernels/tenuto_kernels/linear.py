@@ -39,17 +39,19 @@ _chosen: dict[tuple[torch.dtype, bool, bool], str] = {}
 class PackedLinear:
     """`y = x @ weight.T + bias` with the weight in the layout its path wants.
 
-    Called with x [T, I] in fp32 or bf16, it returns [T, O] in x's dtype. `nbytes` counts everything it keeps.
+    Called with x [T, I] in fp32 or bf16, it returns [T, O] in x's dtype. `nbytes` counts everything it keeps. `panels`
+    is the weight as the native code reads it, where `kind` is `native`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: str) -> None:
         self.out_features, self.in_features = int(weight.shape[0]), int(weight.shape[1])
         self.kind = kind
         self._run: Callable[[Tensor], Tensor]
+        self.panels: native.Panels | None = None
         if kind == "native":
-            panels = native.Panels(weight, bias)
-            self._run = panels
-            kept = [panels.data, panels.bias]
+            self.panels = native.Panels(weight, bias)
+            self._run = self.panels
+            kept = [self.panels.data, self.panels.bias]
         else:
             own = {"torch": weight.dtype, "onednn-bf16": torch.bfloat16}
             self._compute = own.get(kind, torch.float32)

@@ -8,6 +8,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int W = 16, NV = 3, MR = 8;  // 24 of 32 registers accumulate
@@ -17,6 +20,7 @@ constexpr int W = 8, NV = 2, MR = 6;  // 12 of 16
 constexpr int W = 4, NV = 2, MR = 6;  // 12 of 16 (SSE) or of 32 (NEON)
 #endif
 constexpr int NR = W * NV;  // columns of a weight panel, lanes of a query panel
+constexpr int AHEAD = 2048;  // weights of a streamed panel are asked for this many before they are used
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -91,21 +95,38 @@ INLINE vf vexp(vf x) {
     return x < -87.0f ? vf{} : (vf)bits;
 }
 
-// C[rows, NR] (+)= A[rows, depth] * B[depth, NR]. A is row-major with `a_stride` between rows, or, `turned`, between
+// One [rows, NR] result: where its sums start and where they go. `from` null: at zero; `from_stride` 0: every row at the
+// same values (a bias). Row i of the result goes to `to + i * to_stride`.
+struct Sums {
+    const float* from;
+    int64_t from_stride;
+    float* to;
+    int64_t to_stride;
+};
+
+// to[rows, NR] = from + A[rows, depth] * B[depth, NR]. A is row-major with `a_stride` between rows, or, `turned`, between
 // columns. B is a panel of fp32 or bf16. Every output is one chain of multiply-adds in the order of depth, whatever
-// `rows` is: that is what makes each row's bits independent of the rows beside it.
-template <int rows, bool turned, bool accumulate, typename B>
-__attribute__((noinline)) void tile(const float* a, int64_t a_stride, const B* b, float* c, int64_t depth) {
+// `rows` is: that is what makes each row's bits independent of the rows beside it. `ahead` is memory that will be read
+// next (a hint; its address may be beyond what is there).
+template <int rows, bool turned, typename B>
+__attribute__((noinline)) void tile(const float* a, int64_t a_stride, const B* b, Sums s, int64_t depth,
+                                    const char* ahead) {
     vf acc[rows][NV];
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; j++) acc[i][j] = accumulate ? load(c + i * NR + j * W) : vf{};
+        for (int j = 0; j < NV; j++) acc[i][j] = s.from ? load(s.from + i * s.from_stride + j * W) : vf{};
     for (int64_t k = 0; k < depth; k++) {
         vf column[NV];
 #pragma GCC unroll 4
         for (int j = 0; j < NV; j++) column[j] = load(b + k * NR + j * W);
-        if (sizeof(B) == 2) __builtin_prefetch(b + k * NR + 1024);
+        if (sizeof(B) == 2) {
+            __builtin_prefetch(b + k * NR + AHEAD);
+            if (NR * 2 > 64) __builtin_prefetch(b + k * NR + AHEAD + 32);
+        } else {
+            __builtin_prefetch(ahead + k * NR * 2);
+            if (NR * 2 > 64) __builtin_prefetch(ahead + k * NR * 2 + 64);
+        }
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
             const vf x = splat(turned ? a[k * a_stride + i] : a[i * a_stride + k]);
@@ -116,24 +137,26 @@ __attribute__((noinline)) void tile(const float* a, int64_t a_stride, const B* b
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; j++) store(c + i * NR + j * W, acc[i][j]);
+        for (int j = 0; j < NV; j++) store(s.to + i * s.to_stride + j * W, acc[i][j]);
 }
 
 // The same for `count` <= MR rows.
-template <bool turned, bool accumulate, typename B, int rows = MR>
-void tile_rows(int count, const float* a, int64_t a_stride, const B* b, float* c, int64_t depth) {
+template <bool turned, typename B, int rows = MR>
+INLINE void tile_rows(int count, const float* a, int64_t a_stride, const B* b, Sums s, int64_t depth,
+                      const char* ahead = nullptr) {
     if (count == rows)
-        tile<rows, turned, accumulate>(a, a_stride, b, c, depth);
+        tile<rows, turned>(a, a_stride, b, s, depth, ahead);
     else if constexpr (rows > 1)
-        tile_rows<turned, accumulate, B, rows - 1>(count, a, a_stride, b, c, depth);
+        tile_rows<turned, B, rows - 1>(count, a, a_stride, b, s, depth, ahead);
 }
 
-// The same for any number of rows.
+// Any number of rows into c [rows, NR], added to what is there if `accumulate`.
 template <bool turned, bool accumulate>
 void tiles(int64_t rows, const float* a, int64_t a_stride, const float* b, float* c, int64_t depth) {
     for (int64_t i = 0; i < rows; i += MR) {
         const int count = (int)(rows - i < MR ? rows - i : MR);
-        tile_rows<turned, accumulate>(count, turned ? a + i : a + i * a_stride, a_stride, b, c + i * NR, depth);
+        const Sums sums{accumulate ? c + i * NR : nullptr, NR, c + i * NR, NR};
+        tile_rows<turned>(count, turned ? a + i : a + i * a_stride, a_stride, b, sums, depth, (const char*)b);
     }
 }
 
@@ -144,14 +167,20 @@ INLINE void widen(const T* from, float* to, int64_t count) {
     for (; i < count; i++) to[i] = to_float(from[i]);
 }
 
-// Cache-line aligned working memory, kept by a thread from call to call.
+// Cache-line aligned working memory, kept by a thread from call to call; on huge pages where there is much of it.
 class Scratch {
+    static constexpr int64_t HUGE_PAGE = 2 << 20;
+
   public:
     float* at_least(int64_t floats) {
         if (floats > size_) {
             std::free(data_);
-            data_ = (float*)std::aligned_alloc(64, (size_t)((floats * 4 + 63) / 64 * 64));
+            const size_t page = floats * 4 < HUGE_PAGE ? 64 : HUGE_PAGE, bytes = ((size_t)floats * 4 + page - 1) / page * page;
+            data_ = (float*)std::aligned_alloc(page, bytes);
             if (!data_) std::abort();
+#if defined(__linux__)
+            if (page == HUGE_PAGE) madvise(data_, bytes, MADV_HUGEPAGE);  // advice: an error leaves ordinary pages
+#endif
             size_ = floats;
         }
         return data_;

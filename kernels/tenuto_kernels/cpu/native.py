@@ -54,6 +54,15 @@ class Panels:
             self.data[whole, :, : rest.shape[0]] = rest.T
         self.bias = None if bias is None else bias.float().contiguous()
         self._call = loaded.tn_linear
+        self._point()
+
+    def move(self, buffer: Tensor) -> None:
+        """Keep the weight in `buffer` (uint8, large enough, aligned) from now on."""
+        size = self.data.numel() * self.data.element_size()
+        self.data = buffer[:size].view(self.data.dtype).view(self.data.shape).copy_(self.data)
+        self._point()
+
+    def _point(self) -> None:
         self._weight = self.data.data_ptr(), _bf16(self.data), 0 if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -229,7 +238,8 @@ def _attends(q: Tensor, pool: Tensor, block_tables: Tensor, context_len: Tensor,
 def _attention_shape(q: Tensor, pool: Tensor, layer: int, block_tables: Tensor) -> ctypes.Array[ctypes.c_int64]:
     blocks, layers, _, kv_heads, size, dim = pool.shape
     rows, width = block_tables.shape
-    return (ctypes.c_int64 * 9)(rows, q.shape[1], kv_heads, dim, size, layers, layer, width, blocks)
+    q_stride = q.shape[1] * dim
+    return (ctypes.c_int64 * 10)(rows, q.shape[1], kv_heads, dim, size, layers, layer, width, blocks, q_stride)
 
 
 def _same_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:

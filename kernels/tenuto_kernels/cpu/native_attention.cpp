@@ -9,8 +9,10 @@
 // KEYS from position 0 and a masked key adds an exact zero, so that a query's bits depend on its own prefix only: not on
 // how the prefill was cut, nor on the rest of the batch.
 
+#include "native_attention.h"
+
 #include <algorithm>
-#include <vector>
+#include <cstring>
 
 #include "native.h"
 #include "native_pool.h"
@@ -20,30 +22,6 @@ namespace {
 constexpr int PART = 256;  // context positions of one decode work item
 constexpr int KEYS = 64;   // key positions of one prefill tile
 constexpr int LANES = 8 * NR;  // most queries x group heads that share one pass over the keys
-
-struct Shape {
-    int64_t rows, q_heads, kv_heads, D, block_size, layers, layer, max_blocks, blocks;
-
-    int64_t group() const { return q_heads / kv_heads; }
-    int64_t head() const { return block_size * D; }
-    // Offset of position 0 of `block`'s keys; its values follow kv_heads * head() later.
-    int64_t keys(int64_t block, int64_t kv_head) const {
-        return (block * layers + layer) * 2 * kv_heads * head() + kv_head * head();
-    }
-};
-
-// Every position a row may read must lie in a block of the pool: a wrong table is an error, not a stray read.
-bool readable(const int32_t* tables, const int32_t* context, const Shape& s) {
-    if (s.layer < 0 || s.layer >= s.layers) return false;
-    for (int64_t r = 0; r < s.rows; r++) {
-        if (context[r] < 0 || context[r] > s.max_blocks * s.block_size) return false;
-        for (int64_t b = 0; b * s.block_size < context[r]; b++) {
-            const int32_t block = tables[r * s.max_blocks + b];
-            if (block < 0 || block >= s.blocks) return false;
-        }
-    }
-    return true;
-}
 
 // ---- decode ----------------------------------------------------------------------------------------------------
 
@@ -128,12 +106,11 @@ void decode_part(const float* q, const P* pool, const int32_t* table, int64_t fr
 }
 
 template <typename Q, typename P>
-void decode(const Q* q, const P* pool, const int32_t* tables, const int32_t* context, float scale, Q* out,
-            const Shape& s, int threads) {
-    const int64_t G = s.group(), D = s.D;
-    std::vector<int64_t> first(s.rows + 1, 0);  // cumulative parts
-    for (int64_t r = 0; r < s.rows; r++) first[r + 1] = first[r] + (context[r] + PART - 1) / PART;
-    const int64_t parts = first[s.rows];
+void decode(const Q* q, const P* pool, const Rows& rows, float scale, Q* out, const Shape& s, int threads) {
+    const int64_t G = s.group(), D = s.D, count = (int64_t)rows.chosen.size();
+    std::vector<int64_t> first(count + 1, 0);  // cumulative parts
+    for (int64_t n = 0; n < count; n++) first[n + 1] = first[n] + (rows.context[rows.chosen[n]] + PART - 1) / PART;
+    const int64_t parts = first[count];
     static thread_local Scratch kept;
     float* partial = kept.at_least(parts * s.q_heads * (D + 2));
     float *maxima = partial + parts * s.q_heads * D, *totals = maxima + parts * s.q_heads;
@@ -141,14 +118,14 @@ void decode(const Q* q, const P* pool, const int32_t* tables, const int32_t* con
         static thread_local Scratch own;
         float* query = own.at_least(G * D);
         const int64_t part = item / s.kv_heads, kv_head = item % s.kv_heads;
-        const int64_t r = std::upper_bound(first.begin(), first.end(), part) - first.begin() - 1;
-        const int64_t from = (part - first[r]) * PART, to = std::min<int64_t>(from + PART, context[r]);
-        widen(q + (r * s.q_heads + kv_head * G) * D, query, G * D);
+        const int64_t n = std::upper_bound(first.begin(), first.end(), part) - first.begin() - 1, r = rows.chosen[n];
+        const int64_t from = (part - first[n]) * PART, to = std::min<int64_t>(from + PART, rows.context[r]);
+        widen(q + rows.token(r) * s.q_stride + kv_head * G * D, query, G * D);
         for (int64_t i = 0; i < G * D; i++) query[i] *= scale;
         const int64_t base = part * s.q_heads + kv_head * G;
         for (int64_t h = 0; h < G;) {
             const int64_t left = G - h, at = base + h;
-            const int32_t* table = tables + r * s.max_blocks;
+            const int32_t* table = rows.tables + r * s.max_blocks;
             const float* some = query + h * D;
 #define PART_OF(n) \
             decode_part<n>(some, pool, table, from, to, kv_head, s, partial + at * D, maxima + at, totals + at), h += n
@@ -159,19 +136,20 @@ void decode(const Q* q, const P* pool, const int32_t* tables, const int32_t* con
 #undef PART_OF
         }
     });
-    Pool::shared().run(s.rows, threads, [&](int64_t r) {
+    Pool::shared().run(count, threads, [&](int64_t n) {
         static thread_local Scratch own;
         float* sums = own.at_least(D);
+        Q* to = out + rows.token(rows.chosen[n]) * s.q_heads * D;
         for (int64_t h = 0; h < s.q_heads; h++) {
             float top = -INFINITY, total = 0;
-            for (int64_t p = first[r]; p < first[r + 1]; p++) top = std::max(top, maxima[p * s.q_heads + h]);
+            for (int64_t p = first[n]; p < first[n + 1]; p++) top = std::max(top, maxima[p * s.q_heads + h]);
             std::fill(sums, sums + D, 0.0f);
-            for (int64_t p = first[r]; p < first[r + 1]; p++) {
+            for (int64_t p = first[n]; p < first[n + 1]; p++) {
                 const float share = std::exp(maxima[p * s.q_heads + h] - top);
                 total += share * totals[p * s.q_heads + h];
                 for (int64_t d = 0; d < D; d++) sums[d] += share * partial[(p * s.q_heads + h) * D + d];
             }
-            for (int64_t d = 0; d < D; d++) put(out + (r * s.q_heads + h) * D + d, total > 0 ? sums[d] / total : 0.0f);
+            for (int64_t d = 0; d < D; d++) put(to + h * D + d, total > 0 ? sums[d] / total : 0.0f);
         }
     });
 }
@@ -226,7 +204,7 @@ void prefill_item(const Item& item, const Q* q, const P* pool, const int32_t* ta
     const int64_t G = s.group(), D = s.D, lanes = item.count * G, panels = (lanes + NR - 1) / NR;
     float *keys = scratch, *values = keys + KEYS * D, *scores = values + KEYS * D, *next = scores + KEYS * NR;
     Panel panel[LANES / NR + 1] = {};
-    const auto at = [&](int64_t lane) { return (lane / G * s.q_heads + item.kv_head * G + lane % G) * D; };
+    const auto at = [&](int64_t lane, int64_t stride) { return lane / G * stride + (item.kv_head * G + lane % G) * D; };
     for (int64_t n = 0; n < panels; n++) {
         Panel& p = panel[n];
         p = {next, next + D * NR, next + 2 * D * NR, next + 2 * D * NR + NR, {}, 0};
@@ -237,7 +215,7 @@ void prefill_item(const Item& item, const Q* q, const P* pool, const int32_t* ta
             p.position[j] = (int32_t)(position + lane / G);
             p.top[j] = -INFINITY;
             p.total[j] = 0;
-            for (int64_t d = 0; d < D; d++) p.q[d * NR + j] = to_float(q[at(lane) + d]) * scale;
+            for (int64_t d = 0; d < D; d++) p.q[d * NR + j] = to_float(q[at(lane, s.q_stride) + d]) * scale;
         }
         p.last = p.position[NR - 1];
     }
@@ -258,24 +236,25 @@ void prefill_item(const Item& item, const Q* q, const P* pool, const int32_t* ta
     for (int64_t lane = 0; lane < lanes; lane++) {
         const Panel& p = panel[lane / NR];
         const int j = (int)(lane % NR);
-        for (int64_t d = 0; d < D; d++) put(out + at(lane) + d, p.out[d * NR + j] / p.total[j]);
+        for (int64_t d = 0; d < D; d++) put(out + at(lane, s.q_heads * D) + d, p.out[d * NR + j] / p.total[j]);
     }
 }
 
 template <typename Q, typename P>
-void prefill(const Q* q, const P* pool, const int32_t* tables, const int32_t* start, const int32_t* context,
-             float scale, Q* out, const Shape& s, int threads) {
+void prefill(const Q* q, const P* pool, const Rows& rows, float scale, Q* out, const Shape& s, int threads) {
     // Several items a thread even when there are few queries; otherwise as many lanes as share a pass over the keys.
-    const int64_t lanes = start[s.rows] * s.group() * s.kv_heads / (4 * threads);
+    int64_t queries = 0;
+    for (int32_t r : rows.chosen) queries += rows.length(r);
+    const int64_t lanes = queries * s.group() * s.kv_heads / (4 * threads);
     const int64_t wanted = std::min<int64_t>(LANES, std::max<int64_t>(NR, lanes / NR * NR));
     const int64_t step = std::max<int64_t>(1, wanted / s.group());
     std::vector<Item> items;
-    for (int64_t r = 0; r < s.rows; r++)
-        for (int64_t from = 0; from < start[r + 1] - start[r]; from += step)
+    for (int32_t r : rows.chosen)
+        for (int64_t from = 0; from < rows.length(r); from += step)
             for (int64_t h = 0; h < s.kv_heads; h++)
-                items.push_back({r, h, from, std::min<int64_t>(step, start[r + 1] - start[r] - from)});
+                items.push_back({r, h, from, std::min<int64_t>(step, rows.length(r) - from)});
     const auto work = [&](const Item& i) {  // the longest first, so that the threads finish together
-        return i.count * (context[i.row] - (start[i.row + 1] - start[i.row]) + i.from + i.count);
+        return i.count * (rows.context[i.row] - rows.length(i.row) + i.from + i.count);
     };
     std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return work(a) > work(b); });
     const int64_t widest = std::max<int64_t>(step * s.group(), 1), panels = (widest + NR - 1) / NR;
@@ -283,52 +262,75 @@ void prefill(const Q* q, const P* pool, const int32_t* tables, const int32_t* st
         static thread_local Scratch own;
         float* scratch = own.at_least(2 * KEYS * s.D + KEYS * NR + panels * (2 * s.D + 2) * NR);
         const Item& item = items[i];
-        const int64_t r = item.row, token = (start[r] + item.from) * s.q_heads * s.D;
-        prefill_item(item, q + token, pool, tables + r * s.max_blocks,
-                         context[r] - (start[r + 1] - start[r]) + item.from, scale, out + token, s, scratch);
+        const int64_t r = item.row, token = rows.token(r) + item.from;
+        prefill_item(item, q + token * s.q_stride, pool, rows.tables + r * s.max_blocks,
+                     rows.context[r] - rows.length(r) + item.from, scale, out + token * s.q_heads * s.D, s, scratch);
     });
 }
 
 }  // namespace
 
+bool Rows::readable(const Shape& s) const {
+    if (s.layer < 0 || s.layer >= s.layers || s.group() > LANES) return false;
+    for (int32_t r : chosen) {
+        if (context[r] < 0 || context[r] > s.max_blocks * s.block_size) return false;
+        if (length(r) < 0 || (start && length(r) > context[r])) return false;
+        for (int64_t b = 0; b * s.block_size < context[r]; b++) {
+            const int32_t block = tables[r * s.max_blocks + b];
+            if (block < 0 || block >= s.blocks) return false;
+        }
+    }
+    return true;
+}
+
+void attend_decode(const float* q, const void* pool, int pool_bf16, const Rows& rows, float scale, float* out,
+                   const Shape& s, int threads) {
+    if (pool_bf16)
+        decode(q, (const uint16_t*)pool, rows, scale, out, s, threads);
+    else
+        decode(q, (const float*)pool, rows, scale, out, s, threads);
+}
+
+void attend_prefill(const float* q, const void* pool, int pool_bf16, const Rows& rows, float scale, float* out,
+                    const Shape& s, int threads) {
+    if (pool_bf16)
+        prefill(q, (const uint16_t*)pool, rows, scale, out, s, threads);
+    else
+        prefill(q, (const float*)pool, rows, scale, out, s, threads);
+}
+
 extern "C" {
 
 // `shape` is a Shape, field by field. Both return 0, or 1 where a table, length or layer does not fit the pool.
 int tn_paged_decode(const void* q, int bf16, const void* pool, int pool_bf16, const int32_t* tables,
-                     const int32_t* context, float scale, void* out, const int64_t* shape, int threads) {
+                    const int32_t* context, float scale, void* out, const int64_t* shape, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
-    if (!readable(tables, context, s)) return 1;
-    typedef uint16_t h;
-    if (bf16 && pool_bf16)
-        decode((const h*)q, (const h*)pool, tables, context, scale, (h*)out, s, threads);
-    else if (bf16)
-        decode((const h*)q, (const float*)pool, tables, context, scale, (h*)out, s, threads);
+    const Rows rows(s.rows, tables, nullptr, context);
+    if (!rows.readable(s)) return 1;
+    if (!bf16)
+        attend_decode((const float*)q, pool, pool_bf16, rows, scale, (float*)out, s, threads);
     else if (pool_bf16)
-        decode((const float*)q, (const h*)pool, tables, context, scale, (float*)out, s, threads);
+        decode((const uint16_t*)q, (const uint16_t*)pool, rows, scale, (uint16_t*)out, s, threads);
     else
-        decode((const float*)q, (const float*)pool, tables, context, scale, (float*)out, s, threads);
+        decode((const uint16_t*)q, (const float*)pool, rows, scale, (uint16_t*)out, s, threads);
     return 0;
 }
 
 // `start` [rows + 1]: offsets of each row's queries in q.
 int tn_paged_prefill(const void* q, int bf16, const void* pool, int pool_bf16, const int32_t* tables,
-                      const int32_t* start, const int32_t* context, float scale, void* out, const int64_t* shape,
-                      int threads) {
+                     const int32_t* start, const int32_t* context, float scale, void* out, const int64_t* shape,
+                     int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
-    if (!readable(tables, context, s) || s.group() > LANES) return 1;
-    for (int64_t r = 0; r < s.rows; r++)
-        if (start[r + 1] < start[r] || start[r + 1] - start[r] > context[r]) return 1;
-    typedef uint16_t h;
-    if (bf16 && pool_bf16)
-        prefill((const h*)q, (const h*)pool, tables, start, context, scale, (h*)out, s, threads);
-    else if (bf16)
-        prefill((const h*)q, (const float*)pool, tables, start, context, scale, (h*)out, s, threads);
+    const Rows rows(s.rows, tables, start, context);
+    if (!rows.readable(s)) return 1;
+    if (!bf16)
+        attend_prefill((const float*)q, pool, pool_bf16, rows, scale, (float*)out, s, threads);
     else if (pool_bf16)
-        prefill((const float*)q, (const h*)pool, tables, start, context, scale, (float*)out, s, threads);
+        prefill((const uint16_t*)q, (const uint16_t*)pool, rows, scale, (uint16_t*)out, s, threads);
     else
-        prefill((const float*)q, (const float*)pool, tables, start, context, scale, (float*)out, s, threads);
+        prefill((const uint16_t*)q, (const float*)pool, rows, scale, (uint16_t*)out, s, threads);
     return 0;
 }
 }

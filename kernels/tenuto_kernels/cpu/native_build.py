@@ -26,8 +26,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 BUILD_LIMIT_S = 120.0
-_SOURCES = ("native.cpp", "native_attention.cpp")
-_HEADERS = ("native.h", "native_pool.h")
+_SOURCES = ("native.cpp", "native_attention.cpp", "native_decoder.cpp")
+_HEADERS = ("native.h", "native_ops.h", "native_attention.h", "native_pool.h")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-Wno-ignored-attributes")
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -39,8 +39,9 @@ _SIGNATURES = {
     "tn_rope_store": [*[_pointer] * 3, _int, *[_pointer] * 3, _int, _pointer, _pointer, _int],
     "tn_paged_decode": [_pointer, _int, _pointer, _int, _pointer, _pointer, _float, _pointer, _pointer, _int],
     "tn_paged_prefill": [_pointer, _int, _pointer, _int, *[_pointer] * 3, _float, _pointer, _pointer, _int],
+    "tn_forward": [_pointer, _pointer, _pointer, _pointer, _int],
 }
-_RETURNING = ("tn_panel_width", "tn_rope_store", "tn_paged_decode", "tn_paged_prefill")
+_RETURNING = ("tn_panel_width", "tn_rope_store", "tn_paged_decode", "tn_paged_prefill", "tn_forward")
 
 
 class BuildError(Exception):

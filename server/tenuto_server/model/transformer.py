@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tenuto_kernels.cpu.native_decoder import DecoderLayer, NativeDecoder
+from tenuto_kernels.dispatch import backend
 from tenuto_kernels.layout import KVLayout
 from tenuto_kernels.linear import PackedLinear, pack_linear
 from tenuto_kernels.ops import paged_attention
@@ -48,15 +50,7 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
-    attn_norm: Tensor
-    mlp_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qkv: PackedLinear
-    o: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+class _Layer(DecoderLayer):
     window: int | None
 
 
@@ -87,6 +81,17 @@ class Transformer:
         del embed, head
         self._norm = self._vector(weights, "norm", config.hidden_size)
         self._layers = list(self._build_layers(weights))
+        self._native = self._build_native()
+
+    @property
+    def kind(self) -> str:
+        """How a forward pass runs: `native` (one call for all layers) or `layers` (one operator at a time)."""
+        return "native" if self._native is not None else "layers"
+
+    @property
+    def linear_kind(self) -> str:
+        """The path of the matrix products (`tenuto_kernels.linear`)."""
+        return self._head.kind
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """The layout of a pool for this model, in its storage dtype."""
@@ -104,6 +109,8 @@ class Transformer:
         kv_heads = (-1, config.num_kv_heads, config.head_dim)
         cos, sin = rope_tables(batch.positions, self._frequencies, self._rope_factor)
         x = torch.nn.functional.embedding(batch.tokens, self._embed).to(self.activation_dtype)
+        if self._native is not None:
+            return self._native.forward(x.float(), cos, sin, pool, batch.slots, batch.rows, batch.logits_index)
         for index, layer in enumerate(self._layers):
             q, k, v = layer.qkv(rms_norm(x, layer.attn_norm, eps)).split_with_sizes((q_size, kv_size, kv_size), dim=-1)
             q, k = q.view(heads), k.view(kv_heads)
@@ -140,6 +147,28 @@ class Transformer:
                 down=self._fused(weights, at, {"down": c.hidden_size}, c.intermediate_size),
                 window=c.window(index),
             )
+
+    def _build_native(self) -> NativeDecoder | None:
+        windowed = any(layer.window is not None for layer in self._layers)
+        if (
+            self.device.type != "cpu"
+            or backend() != "cpu"
+            or windowed
+            or not NativeDecoder.takes(self._layers, self._head)
+        ):
+            return None
+        c = self.config
+        return NativeDecoder(
+            self._layers,
+            self._norm,
+            self._head,
+            q_heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            eps=c.rms_eps,
+            scale=self._scale,
+            invariant=self.invariant,
+        )
 
     def _fused(self, weights: Weights, at: str, parts: dict[str, int], inputs: int) -> PackedLinear:
         """One matrix from several that read the same input, stacked along their outputs."""

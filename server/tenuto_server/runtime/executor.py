@@ -125,6 +125,8 @@ class TorchExecutor:
         return {
             "kind": "torch",
             "device": str(self.store.device),
+            "forward": self.transformer.kind,
+            "linears": self.transformer.linear_kind,
             "block_bytes": layout.block_bytes,
             "device_blocks": len(self.store.device_pool),
             "host_blocks": len(self.store.host_sums),
