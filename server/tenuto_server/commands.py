@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--model", default=default.model, help="GGUF file, safetensors folder, bundled name, hub id, or toy")
+    add("--tool-format", help="how the model writes tool calls (default: what its chat template shows)")
     add("--dtype", default=default.dtype, choices=("bf16", "fp32"), help="storage precision of weights and KV")
     add("--device", default=default.device, help="auto, cpu, cuda or cuda:N")
     add("--threads", type=int, help="CPU threads of the model (default: torch's choice)")
@@ -218,6 +219,7 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
     from tenuto_server.engine.loop import EngineLoop
     from tenuto_server.model.load import load_model
     from tenuto_server.policy import make_policy
+    from tenuto_server.runtime.grammar import GrammarBook
 
     say = say or (lambda _: None)
     try:
@@ -247,7 +249,11 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
         if journal is not None:
             journal.close()
 
-    return _service(config, model, engine_config, loop, device, close)
+    service = _service(config, model, engine_config, loop, device, close)
+    service.grammars = executor.grammars = GrammarBook(
+        model.tokenizer, model.config.vocab_size, model.config.eos_ids, service.shown_ids
+    )
+    return service
 
 
 def _device(wanted: str) -> str:

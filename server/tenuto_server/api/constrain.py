@@ -81,7 +81,7 @@ def constraint(
         answer = _schema(response_schema)
         body = {"type": "or", "elements": [answer, _calls(format, tools, parallel)]} if offered else answer
         schemas = [(response_schema, response_field), *((tool.parameters, name) for tool, name in offered)]
-        field, optional = response_field, False
+        field, optional = response_field.partition(".")[0], False
     elif strict and not format.bare:
         tags = [_tag(format, tool, tool.strict, alone=True) for tool, _ in offered]
         body = {"type": "triggered_tags", "triggers": [format.begin[0]], "tags": tags, "stop_after_first": not parallel}

@@ -32,8 +32,9 @@ _TOOL_RESULTS_ROLES = ("tool", "function")
 class Conversation:
     """``messages``: {role, content: str, reasoning_content?, tool_calls?, tool_call_id?, name?} in order. ``places``: for each
     of them its index in the client's own list, None for what stood beside the list. ``removed``: what was kept out of the
-    prompt, by name. ``variables``: template arguments. ``source``: the client's name of its list, for errors.
-    ``prefill``: text with which the answer begins."""
+    prompt, by name. ``variables``: template arguments. ``prefill``: text with which the answer begins. For errors, the
+    client's names of its list (``source``), of tool number ``{}``'s schema (``tool_field``) and of the answer's schema
+    (``response_field``)."""
 
     messages: tuple[Json, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -44,6 +45,8 @@ class Conversation:
     removed: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     source: str = "messages"
+    tool_field: str = "tools[{}].function.parameters"
+    response_field: str = "response_format.json_schema.schema"
     prefill: str = ""
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +22,7 @@ from tenuto_server.api.job import Job
 from tenuto_server.api.output import OutputEvent, TextDelta
 from tenuto_server.api.service import Service, engine_unavailable
 from tenuto_server.api.text import AnswerText
-from tenuto_server.engine.events import CancelTurn, PauseInferred, StopTurn
+from tenuto_server.engine.events import CancelTurn, PauseInferred, StopTurn, SubmitTurn
 from tenuto_server.engine.plan import TokensOut, TurnDone, TurnRejected, TurnStarted
 from tenuto_server.telemetry import log_event, start_span
 
@@ -51,6 +52,7 @@ class Generation:
         self._last_token: float | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._submitted = False
+        self._grammar = 0
         self.created = int(time.time())
         self.report = CacheReport(session=job.turn.session, prompt_tokens=len(job.turn.tokens))
         self.session = job.turn.session
@@ -60,17 +62,39 @@ class Generation:
         self.ttft_s: float | None = None
 
     async def __aenter__(self) -> Generation:
-        self._service.submit(self._job.turn, self._mailbox.deliver)
+        turn = await self._held()
+        try:
+            self._service.submit(turn, self._mailbox.deliver)
+        except ApiError:
+            self._let_go()
+            raise
         self._submitted = True
         self._watcher = asyncio.create_task(self._watch())
         self._span = start_span("chat", {"gen_ai.request.model": self._service.model.name})
         return self
+
+    async def _held(self) -> SubmitTurn:
+        """The turn, with its answer held to a grammar where the job wants that. Raises 400 for a bad schema."""
+        turn, wanted, grammars = self._job.turn, self._job.constraint, self._service.grammars
+        grammar = None if wanted is None else await self._service.grammar(wanted)
+        if grammar is None or grammars is None:
+            return turn
+        self._grammar = grammars.open(grammar)
+        # A grammar ends with an end token: the engine must take it as one.
+        stops = turn.sampling.stop_ids | frozenset(self._service.model.eos_ids)
+        sampling = replace(turn.sampling, grammar=self._grammar, ignore_eos=False, stop_ids=stops)
+        return replace(turn, sampling=sampling)
+
+    def _let_go(self) -> None:
+        if self._service.grammars is not None:
+            self._service.grammars.close(self._grammar)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        self._let_go()
         if self.finish is None and self._submitted:
             self._service.loop.post(CancelTurn(self._job.turn.request_id))
         # Anything but a refusal (an ApiError) that ends a generation early is the client leaving.

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from tenuto.wire import Receipt
 from tenuto_server.api.carriers import Riders
+from tenuto_server.api.constrain import Constraint, constraint
 from tenuto_server.api.conversation import Conversation
 from tenuto_server.api.errors import bad_request
 from tenuto_server.api.output import OutputParser, output_parser
@@ -22,7 +23,8 @@ from tenuto_server.engine.events import SubmitTurn
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """A turn and what its answer needs. ``arrived``: when its request did (monotonic seconds). ``notes``: what the
-    ``tenuto`` object says beside the cache report. ``parser`` reads the answer's text; None: it is plain text."""
+    ``tenuto`` object says beside the cache report. ``parser`` reads the answer's text; None: it is plain text.
+    ``constraint``: the grammar that the answer must follow."""
 
     turn: SubmitTurn
     prompt: Prompt
@@ -32,6 +34,7 @@ class Job:
     receipts: tuple[Receipt, ...] = ()
     arrived: float = 0.0
     notes: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
 
 
 def make_job(
@@ -77,21 +80,33 @@ def make_job(
         notes["removed"] = list(prompt.removed)
     if request.model != service.model.name:
         notes["requested_model"] = request.model[:200]
+    reasoning = service.format.opens_reasoning(prompt.raw[-64:])
     return Job(
         turn,
         prompt,
         request.stops(),
         talk,
-        _parser(service, prompt, talk),
+        None if talk is None else _parser(service, talk, reasoning),
         riders.receipts,
         http.scope["arrived"],
         notes,
+        constraint=None if talk is None or talk.prefill or turn.warm else _constraint(service, talk, reasoning),
     )
 
 
-def _parser(service: Service, prompt: Prompt, talk: Conversation | None) -> OutputParser | None:
-    if talk is None:
-        return None
+def _parser(service: Service, talk: Conversation, reasoning: bool) -> OutputParser:
     tools = talk.tools if talk.tool_choice != "none" else ()
-    reasoning = service.format.opens_reasoning(prompt.raw[-64:])
-    return output_parser(service.format, tools, reasoning=reasoning)
+    return output_parser(service.format, tools, reasoning=reasoning, parallel=talk.parallel_tool_calls)
+
+
+def _constraint(service: Service, talk: Conversation, reasoning: bool) -> Constraint | None:
+    return constraint(
+        service.format,
+        talk.tools,
+        talk.tool_choice,
+        parallel=talk.parallel_tool_calls,
+        response_schema=talk.response_schema,
+        reasoning=reasoning,
+        fields=[talk.tool_field.format(index) for index in range(len(talk.tools))],
+        response_field=talk.response_field,
+    )

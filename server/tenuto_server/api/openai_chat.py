@@ -51,6 +51,8 @@ def _render(service: Service, tenant: str, body: ChatRequest) -> tuple[Conversat
         body.messages,
         body.tools or (),
         tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_schema=body.response_schema(),
         variables=body.chat_template_kwargs,
         strip=service.config.strip_attribution,
     )

@@ -107,6 +107,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Any], Field(min_length=1)]
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -123,15 +124,30 @@ class ChatRequest(GenerationRequest):
         super().refuse_unsupported()
         if self.logprobs or self.top_logprobs:
             raise unsupported("logprobs" if self.logprobs else "top_logprobs", "not supported")
-        if self.response_format and self.response_format.get("type", "text") != "text":
-            raise unsupported("response_format", "only the type text is supported")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice", "only none and auto are supported")
         if self.modalities and self.modalities != ["text"]:
             raise unsupported("modalities", "only text is supported")
         reserved = {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
         if reserved:
             raise bad_request(f"chat_template_kwargs: may not set {min(reserved)}", "chat_template_kwargs")
+
+
+    def response_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer must follow; None: any text. Raises 400 naming the field."""
+        wanted, where = self.response_format or {}, "response_format"
+        kind = wanted.get("type", "text")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return {"type": "object"}
+        if kind != "json_schema":
+            raise unsupported(f"{where}.type", "expected text, json_object or json_schema")
+        inner = wanted.get("json_schema")
+        if not isinstance(inner, dict):
+            raise bad_request(f"{where}.json_schema: expected an object", f"{where}.json_schema")
+        schema = inner.get("schema", {"type": "object"})
+        if not isinstance(schema, dict):
+            raise bad_request(f"{where}.json_schema.schema: expected an object", f"{where}.json_schema.schema")
+        return schema
 
 
 class CompletionRequest(GenerationRequest):

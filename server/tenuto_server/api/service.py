@@ -20,6 +20,7 @@ import anyio.to_thread
 from starlette.requests import Request
 
 from tenuto_server.api.auth import KeyRing
+from tenuto_server.api.constrain import Constraint, Grammars, compiled
 from tenuto_server.api.errors import ApiError, busy
 from tenuto_server.api.meters import Meters
 from tenuto_server.api.prompt import PromptBuilder
@@ -127,24 +128,28 @@ class Patience:
 
 @dataclass(eq=False)
 class Service:
-    """``about``: versions and the kernel backend, for /health. ``on_close``: run once, after the loop has stopped."""
+    """``about``: versions and the kernel backend, for /health. ``on_close``: run once, after the loop has stopped.
+    ``grammars``: what holds answers to a schema; None: nothing does."""
 
     loop: EngineLoop
     model: ServedModel
     config: ServerConfig
     about: Mapping[str, str] = field(default_factory=dict)
     on_close: Callable[[], None] | None = None
+    grammars: Grammars | None = None
     patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
         self.keys = KeyRing(self.config.api_keys)
         self.prompts = PromptBuilder(self.model.tokenizer, self.model.chat, self.config.prompt_memory_bytes)
         self.meters = Meters(self.loop)
-        self.format = tool_format([self.model.chat.source])
+        chat = self.model.chat
+        self.format = tool_format([chat.source, chat.tool_source], self.config.tool_format)
         marks = (self.model.tokenizer.token_id(marker) for marker in self.format.markers)
         self.shown_ids = frozenset(mark for mark in marks if mark is not None) & self.model.tokenizer.special_ids
         self._pump: Pump | None = None
         self._tokenizing = anyio.CapacityLimiter(2)
+        self._compiling = anyio.CapacityLimiter(1)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Stops the engine, then flushes and releases what it used. False if the engine did not end in time."""
@@ -164,6 +169,10 @@ class Service:
     async def off_loop(self, function: Callable[..., Result], *args: Any) -> Result:
         """Runs rendering and tokenizing beside the event loop, two at a time: both release no time to streams."""
         return await anyio.to_thread.run_sync(partial(function, *args), limiter=self._tokenizing)
+
+    async def grammar(self, wanted: Constraint) -> Any:
+        """The compiled grammar, made beside the event loop and beside rendering. Raises as ``compiled``."""
+        return await anyio.to_thread.run_sync(compiled, self.grammars, wanted, limiter=self._compiling)
 
     def submit(self, turn: SubmitTurn, deliver: Deliver) -> None:
         """Queues a turn. Raises 429 when the inbox is full, 503 when the engine is gone."""

@@ -32,7 +32,7 @@ class ChatTemplate:
     ``source`` when tools are given, for models that ship two templates. Safe to share between threads."""
 
     def __init__(self, source: str | None, tokens: Mapping[str, str] | None = None, tool_source: str | None = None):
-        self.source = source
+        self.source, self.tool_source = source, tool_source
         self._tokens = dict(tokens or {})
         self._plain = None if source is None else _compile(source)
         self._with_tools = self._plain if tool_source is None else _compile(tool_source)
