@@ -181,9 +181,11 @@ def _parsed(path: Path | str, text: str | None) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise SettingsError(f"{path} is not plain JSON ({error}); hooks have to be added by hand there") from None
-    if not isinstance(value, dict) or not isinstance(value.get("hooks", {}), dict):
-        raise SettingsError(f"{path} does not hold an object with an object 'hooks'")
-    return value
+    table: dict[str, Any] | None = value if isinstance(value, dict) else None
+    hooks = table.get("hooks", {}) if table is not None else None
+    if table is None or not isinstance(hooks, dict) or not all(isinstance(entries, list) for entries in hooks.values()):
+        raise SettingsError(f"{path} does not hold an object whose 'hooks' are lists by event; nothing is changed")
+    return table
 
 
 def _installed(before: str | None, ours: Mapping[str, Sequence[Any]]) -> str:
@@ -218,11 +220,7 @@ def _removed(path: Path, before: str | None) -> str | None:
 def _without_ours(value: Mapping[str, Any]) -> dict[str, Any]:
     hooks: dict[str, Any] = {}
     for event, entries in value.get("hooks", {}).items():
-        left = (
-            [kept for entry in entries if (kept := _entry_without_ours(entry)) is not None]
-            if isinstance(entries, list)
-            else entries
-        )
+        left = [kept for entry in entries for kept in _entry_without_ours(entry)]
         if left or not entries:
             hooks[event] = left
     out = {name: inner for name, inner in value.items() if name != "hooks"}
@@ -231,14 +229,15 @@ def _without_ours(value: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _entry_without_ours(entry: Any) -> Any:
+def _entry_without_ours(entry: Any) -> list[Any]:
+    """The entry without our handlers, in a list; an empty list where nothing else was in it."""
     handlers = entry.get("hooks") if isinstance(entry, dict) else None
     if not isinstance(handlers, list):
-        return entry
+        return [entry]
     left = [handler for handler in handlers if not _is_ours(handler)]
     if left == handlers:
-        return entry
-    return {**entry, "hooks": left} if left else None
+        return [entry]
+    return [{**entry, "hooks": left}] if left else []
 
 
 def _is_ours(handler: Any) -> bool:
@@ -248,7 +247,8 @@ def _is_ours(handler: Any) -> bool:
 
 
 def _without_empty(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: inner for name, inner in value.items() if name != "hooks" or inner}
+    hooks = {event: entries for event, entries in value.get("hooks", {}).items() if entries}
+    return {**{name: inner for name, inner in value.items() if name != "hooks"}, **({"hooks": hooks} if hooks else {})}
 
 
 def _backup(path: Path) -> Path:

@@ -4,13 +4,13 @@ names by which hooks know sessions that name themselves nowhere on the wire.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from tenuto.proxy.hook_events import HookEvent, Moment, read_hook
 from tenuto.proxy.node import Node
+from tenuto.proxy.reading import parse_json
 from tenuto.proxy.tracker import Tracker
 from tenuto.wire import AgentResumeSoon
 
@@ -44,7 +44,7 @@ class HookSink:
     def __call__(self, path: str, body: bytes) -> None:
         """Takes one hook call. Never raises."""
         try:
-            payload = json.loads(body)
+            payload = parse_json(body)
             event = read_hook(payload) if isinstance(payload, dict) else None
             if event is not None:
                 self.take(event)
