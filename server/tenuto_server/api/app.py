@@ -7,20 +7,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tenuto_server.api import health, hints, openai_chat, openai_completions
+from tenuto_server.api import anthropic_messages, health, hints, openai_chat, openai_completions
 from tenuto_server.api.errors import ApiError, on_api_error, on_crash, on_http_error
 from tenuto_server.api.limits import Limits
 from tenuto_server.api.service import ClientGone, Service
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/kv_hints", "/v1/sessions", "/tokenize")
-_OTHER_ROUTES = ("/detokenize", "/health", "/metrics")
+_OTHER_ROUTES = ("/v1/messages/count_tokens", "/v1/messages", "/v1/responses", "/detokenize", "/health", "/metrics")
 
 
 def create_app(service: Service) -> FastAPI:
     """The ASGI application that serves ``service``, whose loop must be running."""
     app = FastAPI(title="Tenuto", docs_url=None, redoc_url=None)
     app.state.service = service
-    for part in (openai_chat, openai_completions, hints, health):
+    for part in (openai_chat, openai_completions, anthropic_messages, hints, health):
         app.include_router(part.router)
     app.add_api_route("/", root, methods=["GET", "HEAD"])
     app.add_exception_handler(ApiError, on_api_error)

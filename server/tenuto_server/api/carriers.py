@@ -38,10 +38,14 @@ class Riders:
     receipts: tuple[Receipt, ...] = ()
 
 
-def read_riders(headers: Mapping[str, str], request: GenerationRequest) -> Riders:
-    """Identity (headers before body), cache salt and hints (body before header). Raises 400 for an overlong id."""
+def read_riders(headers: Mapping[str, str], request: GenerationRequest, raw: Mapping[str, Any] | None = None) -> Riders:
+    """Identity (headers before body), cache salt and hints (body before header). ``raw``: the whole body. Raises 400 for an
+    overlong id."""
     try:
         identity = read_identity(headers)
+        if identity.session is None and isinstance(told := (raw or {}).get("client_metadata"), dict):
+            # On a WebSocket the client's headers come once, for the connection; each request repeats them here.
+            identity = read_identity(_as_headers(told))
     except HeaderError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0], code="invalid_header") from None
     if identity.session is None:
@@ -50,6 +54,10 @@ def read_riders(headers: Mapping[str, str], request: GenerationRequest) -> Rider
     salt = "\n".join(part for part in (headers.get(SALT_HEADER, ""), request.cache_salt or "") if part)
     hints, receipts = _read_hints(headers, request.kv_hints)
     return Riders(identity, salt, hints, receipts)
+
+
+def _as_headers(told: Mapping[str, Any]) -> dict[str, str]:
+    return {key.replace("_", "-"): value for key, value in told.items() if isinstance(value, str)}
 
 
 def _session_of_body(request: GenerationRequest) -> str | None:

@@ -44,7 +44,8 @@ _BRANCHES = frozenset({"str", "int", "float", "bool", "list", "dict"})
 
 
 class ApiError(Exception):
-    """A refusal with its HTTP status. Raise it anywhere below a route."""
+    """A refusal with its HTTP status. Raise it anywhere below a route. ``messages_text``: the message in the words that
+    clients of the Messages API look for."""
 
     def __init__(
         self,
@@ -54,8 +55,10 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        messages_text: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.messages_text = messages_text
         self.status, self.message, self.code, self.param = status, message, code, param
         self.headers = dict(headers or {})
 
@@ -67,7 +70,7 @@ class ApiError(Exception):
     def messages_body(self, request_id: str = "") -> dict[str, Any]:
         """The JSON object in the shape of the Messages API."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        error = {"type": kind, "message": self.message, "code": self.code}
+        error = {"type": kind, "message": self.messages_text or self.message, "code": self.code}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def response(self, path: str = "", request_id: str = "") -> Response:
@@ -84,6 +87,18 @@ def encode_json(value: Any) -> bytes:
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request says something that cannot be done; ``param`` names the field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def too_long(field: str, have: int, room: int) -> ApiError:
+    """400: the prompt leaves no room to answer."""
+    message = f"this model's context is {room} tokens, of which at least one is for the answer; the prompt has {have}"
+    return ApiError(
+        400,
+        f"{field}: {message}",
+        param=field,
+        code="context_length_exceeded",
+        messages_text=f"prompt is too long: {have} tokens > {room - 1} maximum",
+    )
 
 
 def unsupported(param: str, message: str) -> ApiError:

@@ -15,15 +15,16 @@ from urllib.parse import quote
 
 from starlette.types import Receive
 
-from tenuto.wire import CacheReport, Tier
-from tenuto_server.api.answer import Answer, program_of
+from tenuto.wire import CacheReport, Envelope, KvRetain, Tier
+from tenuto_server.api.answer import Answer
 from tenuto_server.api.errors import ApiError, bad_request, busy
 from tenuto_server.api.job import Job
+from tenuto_server.api.outline import Change, compare
 from tenuto_server.api.output import OutputEvent, TextDelta
 from tenuto_server.api.service import Service, engine_unavailable
 from tenuto_server.api.text import AnswerText
-from tenuto_server.engine.events import CancelTurn, PauseInferred, StopTurn, SubmitTurn
-from tenuto_server.engine.plan import TokensOut, TurnDone, TurnRejected, TurnStarted
+from tenuto_server.engine.events import CancelTurn, HintBatch, PauseInferred, StopTurn, SubmitTurn
+from tenuto_server.engine.plan import HintsDone, TokensOut, TurnDone, TurnRejected, TurnStarted
 from tenuto_server.telemetry import log_event, start_span
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class Generation:
     ) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
+        if self._job.arrival is not None and self.session is not None and self.admitted:
+            self._service.traffic.left(self._job.turn.tenant, self.session, self._job.arrival)
         self._let_go()
         if self.finish is None and self._submitted:
             self._service.loop.post(CancelTurn(self._job.turn.request_id))
@@ -160,6 +163,7 @@ class Generation:
         self.answer.take(events)
         if self.finish is not None:
             self._learn()
+            await self._retain()
         return events
 
     async def rest(self) -> Answer:
@@ -177,7 +181,19 @@ class Generation:
     def _on_started(self, output: TurnStarted) -> None:
         if not self.admitted:
             self._service.meters.queue.observe(time.monotonic() - self._began)
-        self.admitted, self.session, self.report = True, output.session, output.report
+            self._arrived(output.session)
+        self.admitted, self.report = True, output.report
+
+    def _arrived(self, session: str) -> None:
+        """The engine has named the session: compares the request with the session's last one."""
+        job, turn = self._job, self._job.turn
+        if turn.side and job.arrival is not None:
+            # A side call has no session of its own; it is shown with the one that it belongs to.
+            self.session = job.arrival.identity.session
+        else:
+            self.session = session
+        if job.arrival is not None:
+            self._service.traffic.started(turn.tenant, session, turn.request_id, job.arrival)
 
     def _on_tokens(self, output: TokensOut) -> str:
         now, meters = time.monotonic(), self._service.meters
@@ -219,6 +235,11 @@ class Generation:
         """The answer ended at a stop string."""
         return self._text.stopped
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._text.stop_string
+
     def _learn(self) -> None:
         """What the answer's end teaches: how it will come back, and what the pause is that begins now."""
         job, turn = self._job, self._job.turn
@@ -227,14 +248,46 @@ class Generation:
         if not self.stopped and self._ids:
             # Where a stop string was cut off, the text is not what these ids say.
             self._service.prompts.remember_answer(job.prompt, self.answer.message(), self._ids)
-        if self.session is not None and self.answer.calls:
-            call = self.answer.calls[0]
-            program = program_of(call.arguments)
-            self._service.loop.post(PauseInferred(turn.tenant, self.session, "tool", call.name[:256], program))
+        if self.session is None or job.arrival is None:
+            return
+        cut = self.finish == "length"
+        pause = self._service.traffic.answered(turn.tenant, self.session, job.arrival, self.answer, cut)
+        if pause is not None:
+            event = PauseInferred(turn.tenant, self.session, pause.kind, pause.tool, pause.program)
+            self._service.loop.post(event)
+
+    async def _retain(self) -> None:
+        """Asks the engine for the life that the client wants its prefix to have in the pause that begins now."""
+        job, turn = self._job, self._job.turn
+        if job.retain_s is None or self.session is None or turn.side or turn.warm:
+            return
+        asked = Envelope.of([KvRetain(session=self.session, duration_s=job.retain_s)])
+        output = await self._service.ask(HintBatch(turn.request_id, turn.tenant, asked))
+        assert isinstance(output, HintsDone)
+        lease = output.receipts[0].lease
+        receipts = (*self.report.receipts, *output.receipts)
+        self.report = self.report.model_copy(update={"receipts": receipts} | ({"lease": lease} if lease else {}))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._job.turn.tokens)
+
+    def inferred(self, what: str) -> bool:
+        """Whether this was concluded from the session's traffic."""
+        return self._job.arrival is not None and what in self._job.arrival.inferred
+
+    def change_since(self, request_id: str) -> Change | None:
+        """What changed from the request that was answered under this id. Raises ``KeyError`` if it is not known."""
+        job = self._job
+        before = self._service.traffic.outline_of(job.turn.tenant, request_id)
+        if before is None or job.arrival is None:
+            raise KeyError(request_id)
+        return compare(before, job.arrival.outline)
 
     def usage(self) -> dict[str, Any]:
         """Usage in the OpenAI shape."""
-        prompt = len(self._job.turn.tokens)
+        prompt = self.prompt_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
@@ -249,7 +302,14 @@ class Generation:
             update["session"] = self.session
         if self.ttft_s is not None:  # from the arrival of the request, which the engine cannot know
             update["ttft_s"] = self.ttft_s
-        return self.report.model_copy(update=update).model_dump(mode="json", exclude_none=True) | dict(self._job.notes)
+        told = self.report.model_copy(update=update).model_dump(mode="json", exclude_none=True) | dict(self._job.notes)
+        if (arrival := self._job.arrival) is not None:
+            told["kind"] = arrival.kind
+            if arrival.inferred:
+                told["inferred"] = list(arrival.inferred)
+            if arrival.change is not None:
+                told["change"] = arrival.change.notes()
+        return told
 
     def headers(self) -> dict[str, str]:
         """The same in headers, for clients that cannot read bodies: what is known at this moment."""

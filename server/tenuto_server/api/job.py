@@ -12,11 +12,12 @@ from tenuto.wire import Receipt
 from tenuto_server.api.carriers import Riders
 from tenuto_server.api.constrain import Constraint, constraint
 from tenuto_server.api.conversation import Conversation
-from tenuto_server.api.errors import bad_request
+from tenuto_server.api.errors import bad_request, too_long
 from tenuto_server.api.output import OutputParser, output_parser
 from tenuto_server.api.prompt import Prompt
 from tenuto_server.api.schema import GenerationRequest
 from tenuto_server.api.service import Service
+from tenuto_server.api.traffic import Arrival
 from tenuto_server.engine.events import SubmitTurn
 
 
@@ -34,6 +35,8 @@ class Job:
     receipts: tuple[Receipt, ...] = ()
     arrived: float = 0.0
     notes: Mapping[str, Any] = field(default_factory=dict)
+    arrival: Arrival | None = None
+    retain_s: float | None = None
     constraint: Constraint | None = None
 
 
@@ -47,23 +50,20 @@ def make_job(
     riders: Riders,
     talk: Conversation | None = None,
 ) -> Job:
-    """A job whose id is ``kind`` and the request's own id. ``talk``: the conversation behind the prompt, if there is one.
-    Raises 400 for a prompt that is empty or leaves no room to answer."""
+    """A job whose id begins with ``kind`` and ends as the request's own. ``talk``: the conversation
+    behind the prompt, if there is one. Raises 400 for a prompt that is empty or leaves no room to answer."""
     have, room = len(prompt.tokens), service.model.max_context_tokens
     field = talk.source if talk is not None else "prompt"
     if have == 0:
         raise bad_request(f"{field}: has no tokens; give at least one", field)
     if have >= room:
-        message = (
-            f"this model's context is {room} tokens, of which at least one is for the answer; the prompt has {have}"
-        )
-        raise bad_request(f"{field}: {message}", field, "context_length_exceeded")
+        raise too_long(field, have, room)
     # More than fits is not an error: agents send one constant for all models.
     asked = request.limit()
     limit = service.model.default_max_tokens if asked is None else asked
     sampling = request.sampling(min(limit, room - have), service.model.eos_ids)
     turn = SubmitTurn(
-        request_id=http.scope["request_id"].replace("req_", f"{kind}-"),
+        request_id=http.scope["request_id"].replace("req_", kind),
         tenant=tenant,
         tokens=prompt.tokens,
         sampling=sampling,

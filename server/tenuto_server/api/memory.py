@@ -114,19 +114,24 @@ class PromptMemory:
                 self.bytes -= array.nbytes + _ENTRY_BYTES
 
 
-def chain(scope: str, messages: Sequence[Json]) -> list[Digest]:
-    """One digest after each message. ``scope``: whose conversation it is."""
+def chain(scope: str, digests: Sequence[Digest]) -> list[Digest]:
+    """One digest after each message, over all up to it. ``scope``: whose conversation it is."""
     link = hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     links = []
-    for message in messages:
-        link = extend(link, message)
+    for digest in digests:
+        link = extend(link, digest)
         links.append(link)
     return links
 
 
-def extend(link: Digest, message: Json) -> Digest:
-    """The digest behind one more message. An answer's reasoning does not count: clients may or may not send it back."""
-    state = hashlib.blake2b(link, digest_size=16)
+def extend(link: Digest, digest: Digest) -> Digest:
+    """The chain behind one more message."""
+    return hashlib.blake2b(link + digest, digest_size=16).digest()
+
+
+def digest_of(message: Json) -> Digest:
+    """What a message says, in 16 bytes. An answer's reasoning does not count: clients may or may not send it back."""
+    state = hashlib.blake2b(digest_size=16)
     content = message["content"]
     if message["role"] == "assistant":
         content = content.strip()

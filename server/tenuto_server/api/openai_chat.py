@@ -9,17 +9,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tenuto_server.api.carriers import read_riders
 from tenuto_server.api.conversation import Conversation, from_chat
 from tenuto_server.api.errors import encode_json
 from tenuto_server.api.generation import Generation
-from tenuto_server.api.job import Job, make_job
+from tenuto_server.api.job import Job
 from tenuto_server.api.limits import read_json
 from tenuto_server.api.output import OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from tenuto_server.api.prompt import Prompt
 from tenuto_server.api.schema import ChatRequest, parse
 from tenuto_server.api.service import Service, service_of
 from tenuto_server.api.stream import DataOnly, StreamedAnswer
+from tenuto_server.api.submit import prepare
 
 router = APIRouter()
 
@@ -29,11 +29,11 @@ async def chat_completions(request: Request) -> Response:
     """Answers a conversation, streamed or whole."""
     service = service_of(request)
     tenant = service.keys.tenant(request.headers)
-    body = parse(ChatRequest, await read_json(request, service.config.body_bytes_max))
+    raw = await read_json(request, service.config.body_bytes_max)
+    body = parse(ChatRequest, raw)
     service.check_model(body.model)
-    riders = read_riders(request.headers, body)
     talk, prompt = await service.off_loop(_render, service, tenant, body)
-    job = make_job(service, request, "chatcmpl", tenant, body, prompt, riders, talk)
+    job = prepare(service, request, "chatcmpl-", tenant, body, raw, talk, prompt)
     if body.stream:
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return StreamedAnswer(service, job, ChatShape(job.turn.request_id, service.model.name, usage))

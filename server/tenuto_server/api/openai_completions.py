@@ -40,7 +40,7 @@ async def completions(request: Request) -> Response:
     riders = read_riders(request.headers, body)
     build = service.prompts.text if isinstance(given, str) else service.prompts.ids
     prompt = await service.off_loop(build, given)
-    job = make_job(service, request, "cmpl", tenant, body, prompt, riders)
+    job = make_job(service, request, "cmpl-", tenant, body, prompt, riders)
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     shape = CompletionShape(job.turn.request_id, service.model.name, usage)
     if body.stream:

@@ -19,7 +19,8 @@ from tenuto.wire import Divergence
 from tenuto_server.api.conversation import Conversation, Json, from_chat
 from tenuto_server.api.errors import bad_request
 from tenuto_server.api.fitting import Fitting
-from tenuto_server.api.memory import Digest, PromptMemory, chain, extend
+from tenuto_server.api.memory import Digest, PromptMemory, chain, digest_of, extend
+from tenuto_server.api.outline import digest_tool
 from tenuto_server.api.shield import SPLICE, Encoded, Shield
 from tenuto_server.engine.events import TokenArray
 from tenuto_server.model.chat import ChatTemplate, ChatTemplateError
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 class Prompt:
     """A rendered prompt. ``tokens``: int32 [n]. ``text``: as a reader sees it. ``raw``: as it was rendered, with ``messages``
     and ``places`` (their index in the client's list) and ``tools`` as the template got them; ``tools_text``: the tools where
-    they stand in the system message. ``link``: the conversation's digest. ``reused``: tokens that were not encoded anew;
-    ``spliced``: answers that came back as their generated ids."""
+    they stand in the system message. ``digests``: of the conversation's messages; ``link``: of all. ``reused``: tokens that
+    were not encoded anew; ``spliced``: answers that came back as their generated ids."""
 
     tokens: TokenArray
     text: str = ""
@@ -52,6 +53,8 @@ class Prompt:
     reused: int = 0
     spliced: int = 0
     removed: tuple[str, ...] = ()
+    digests: tuple[Digest, ...] = ()
+    tool_digests: tuple[Digest, ...] = ()
 
 
 class PromptBuilder:
@@ -75,7 +78,8 @@ class PromptBuilder:
 
     def conversation(self, talk: Conversation, scope: str = "") -> Prompt:
         """The prompt of a conversation of ``scope`` (a tenant). Raises 400 in the template's words."""
-        links = chain(scope, talk.messages)
+        digests = tuple(map(digest_of, talk.messages))
+        links = chain(scope, digests)
         answers = self._answers(talk, links)
         prompt = self._render(talk, links, answers)
         encoded, reused = self._encode(prompt, links, answers)
@@ -97,6 +101,8 @@ class PromptBuilder:
             reused,
             len(answers),
             talk.removed,
+            digests,
+            tuple(map(digest_tool, talk.tools)),
         )
 
     def text(self, text: str) -> Prompt:
@@ -118,7 +124,7 @@ class PromptBuilder:
         """Keeps what was generated after ``prompt``: when ``message`` comes back behind it, it is these ids. An answer with
         reasoning is left to the template, which may strip it."""
         if prompt.link is not None and self._shield.on and not message.get("reasoning_content"):
-            self.memory.remember_answer(extend(prompt.link, message), ids)
+            self.memory.remember_answer(extend(prompt.link, digest_of(message)), ids)
 
     # ---- rendering -----------------------------------------------------------------------------------------------
 

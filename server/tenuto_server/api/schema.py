@@ -76,12 +76,7 @@ class GenerationRequest(BaseModel):
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises 400 for too many, empty or overlong ones."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > STOPS_MAX:
-            raise bad_request(f"stop: {len(stops)} strings exceed the limit of {STOPS_MAX}", "stop")
-        for stop in stops:
-            if not 1 <= len(stop) <= STOP_CHARS_MAX:
-                raise bad_request(f"stop: each string must have 1 to {STOP_CHARS_MAX} characters", "stop")
-        return stops
+        return check_stops(stops, STOPS_MAX, "stop")
 
     def limit(self) -> int | None:
         """The number of tokens that the client allows, if it says so."""
@@ -129,7 +124,6 @@ class ChatRequest(GenerationRequest):
         reserved = {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
         if reserved:
             raise bad_request(f"chat_template_kwargs: may not set {min(reserved)}", "chat_template_kwargs")
-
 
     def response_schema(self) -> dict[str, Any] | None:
         """The JSON schema that the answer must follow; None: any text. Raises 400 naming the field."""
@@ -182,6 +176,16 @@ class CompletionRequest(GenerationRequest):
         if not prompt or not all(type(item) is int for item in prompt):
             raise bad_request("prompt: expected text or a non-empty array of token ids", "prompt")
         return list(prompt)
+
+
+def check_stops(stops: tuple[str, ...], most: int, field: str) -> tuple[str, ...]:
+    """The stop strings themselves. Raises 400 for too many, empty or overlong ones."""
+    if len(stops) > most:
+        raise bad_request(f"{field}: {len(stops)} strings exceed the limit of {most}", field)
+    for stop in stops:
+        if not 1 <= len(stop) <= STOP_CHARS_MAX:
+            raise bad_request(f"{field}: each string must have 1 to {STOP_CHARS_MAX} characters", field)
+    return stops
 
 
 def parse(model: type[Model], body: dict[str, Any]) -> Model:

@@ -25,6 +25,7 @@ from tenuto_server.api.errors import ApiError, busy
 from tenuto_server.api.meters import Meters
 from tenuto_server.api.prompt import PromptBuilder
 from tenuto_server.api.toolformat import tool_format
+from tenuto_server.api.traffic import Traffic
 from tenuto_server.config import ServerConfig
 from tenuto_server.engine.events import HintBatch, QuerySessions, SubmitTurn
 from tenuto_server.engine.loop import Deliver, EngineDead, EngineLoop, InboxFull
@@ -144,6 +145,7 @@ class Service:
         self.prompts = PromptBuilder(self.model.tokenizer, self.model.chat, self.config.prompt_memory_bytes)
         self.meters = Meters(self.loop)
         chat = self.model.chat
+        self.traffic = Traffic()
         self.format = tool_format([chat.source, chat.tool_source], self.config.tool_format)
         marks = (self.model.tokenizer.token_id(marker) for marker in self.format.markers)
         self.shown_ids = frozenset(mark for mark in marks if mark is not None) & self.model.tokenizer.special_ids

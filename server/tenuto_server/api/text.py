@@ -16,13 +16,14 @@ class StopMatcher:
     """Finds the first stop string in a text that arrives in pieces, and never lets a part of it out.
 
     One Knuth-Morris-Pratt automaton per stop string; what could still become a stop string is held back. The match that
-    *ends* first wins, and of several that end together the longest.
+    *ends* first wins, and of several that end together the longest; ``found`` is that one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, _failure_table(stop)) for stop in stops if stop]
         self._states = [0] * len(self._stops)
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may go out, whether a stop string was completed). After True nothing more may be pushed."""
@@ -37,7 +38,8 @@ class StopMatcher:
                     state = table[state - 1]
                 state += stop[state] == char
                 if state == len(stop):
-                    matched = max(matched, state)
+                    if state > matched:
+                        matched, self.found = state, stop
                     state = 0
                 self._states[number] = state
             if matched:
@@ -67,7 +69,7 @@ def _failure_table(pattern: str) -> list[int]:
 class AnswerText:
     """The text of one answer as its tokens arrive.
 
-    ``stopped``: a stop string was completed; ``keep_tokens`` then says how many tokens lie wholly before it. ``shown``:
+    ``stopped``: a stop string was completed (``stop_string``); ``keep_tokens`` then says how many tokens lie wholly before it. ``shown``:
     control tokens that belong to the text, since they mark tool calls or reasoning.
     """
 
@@ -93,6 +95,11 @@ class AnswerText:
                 self._ends.append(self._decoded)
             pieces.append(self._release(piece))
         return "".join(pieces)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was completed."""
+        return self._matcher.found
 
     def finish(self) -> str:
         """The rest, when the answer ended for another reason than a stop string."""

@@ -54,6 +54,7 @@ class Engine:
         self._scheduler = Scheduler(self._core, self._keeper)
         self._hints = HintDesk(self._core, self._keeper, lambda tenant: identity.root(tenant))
         self._next_sequence = 0
+        self._sides: list[Session] = []
 
     @property
     def core(self) -> Core:
@@ -115,7 +116,11 @@ class Engine:
         root = self._identity.root(turn.tenant, turn.salt)
         session = None
         if refusal is None:
-            name = turn.session if turn.session is not None else self._chain(turn.tenant, root, turn.tokens)
+            name = turn.session
+            if turn.side:
+                self._forget_sides()
+            elif name is None:
+                name = self._chain(turn.tenant, root, turn.tokens)
             session = core.open_session(turn.tenant, name, root)
             if session is None:
                 limit = config.sessions_per_tenant_max
@@ -158,7 +163,22 @@ class Engine:
             return TurnRejected(turn.request_id, "busy", f"limit: waiting_max is {config.waiting_max} turns")
         return None
 
+    def _forget_sides(self) -> None:
+        """Side calls that are over leave no session behind."""
+        core = self._core
+        for session in [side for side in self._sides if not side.active]:
+            self._sides.remove(session)
+            if core.sessions.by_handle.get(session.handle) is session:
+                core.cache.set_tip(session.handle, None)
+                core.sessions.forget(session)
+                core.safeguard.end(session.handle)
+
     def _describe(self, session: Session, turn: SubmitTurn) -> None:
+        if turn.side:
+            session.side = True
+            self._sides.append(session)
+        if turn.model is not None:
+            session.model = turn.model
         if turn.agent is not None:
             session.agent = turn.agent
         if turn.attended is not None:
@@ -184,7 +204,9 @@ class Engine:
         for extent in (*candidates, *reversed(whole)):
             for handle in sorted(extent.tips, reverse=True)[:_CHAIN_TIPS_MAX]:
                 session = core.sessions.by_handle.get(handle)
-                if session is not None and not session.named and not session.active and session.tenant == tenant:
+                if session is None or session.named or session.active or session.side:
+                    continue
+                if session.tenant == tenant:
                     return session.id
         return None
 
@@ -201,7 +223,7 @@ class Engine:
         return tuple(
             core.sessions.view(session, core.now_ns, core.cache.resident_tokens(session.handle))
             for session in found
-            if session is not None
+            if session is not None and not session.side
         )
 
     # ---- copies --------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class SubmitTurn:
     tells in hindsight what the pause before it was. ``hints`` rode on the request. ``warm``: nobody waits for an answer,
     the prompt is only to be made ready (``sampling.max_tokens`` 0): it ends no pause and teaches nothing. ``inferred``: a
     ``PauseInferred`` follows the answer at once, before anything else; the decision about the pause waits for it.
+    ``model``: the name that the client asked for. ``side``: a call that is no turn of any session: it is shown nowhere, no
+    prompt continues it, and its KV goes first.
     """
 
     request_id: str
@@ -57,6 +59,8 @@ class SubmitTurn:
     final: bool = False
     warm: bool = False
     inferred: bool = False
+    model: str | None = None
+    side: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Session:
     id: str
     root: bytes
     named: bool = True
+    side: bool = False
     parent: int | None = None
     children: list[int] = field(default_factory=list)
     agent: str | None = None
