@@ -82,6 +82,20 @@ ALLOWED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         ("torch",),
     ),
+    "tenuto_server.parity": (
+        (
+            "tenuto_server.parity",
+            "tenuto_server.sim",
+            "tenuto_server.engine",
+            "tenuto_server.cache.identity",
+            "tenuto_server.policy",
+            "tenuto_server.runtime",
+            "tenuto_server.model.load",
+            "tenuto_server.config",
+            "tenuto_server.errors",
+        ),
+        ("fastapi", "asyncio"),
+    ),
     "tenuto_server.bench": (
         (
             "tenuto_server.bench",

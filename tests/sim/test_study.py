@@ -100,6 +100,21 @@ def test_the_cache_is_intact_after_every_step(
     assert found + sum(labels.values()) == row["prompt_tokens"], "every prompt token has one source"
 
 
+def test_looking_changes_nothing(synthetic: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures may be asked for at any moment (the live loop does): the same decisions follow."""
+    workload = steady(synthetic, 20.0, 2, window_s=900.0, warm_up_s=100.0, served=True)
+    setup = Setup("tenuto:r2=0.5+end", 0.25, 2, tiers=("device", "host"), timing="h100-8b", unit=64, host_ratio=0.5)
+
+    class Watched(study.World):  # type: ignore[misc]
+        def _advance(self) -> None:
+            super()._advance()
+            self.engine.metrics()
+
+    alone = simulate(synthetic, setup, workload)
+    monkeypatch.setattr(study, "World", Watched)
+    assert simulate(synthetic, setup, workload) == alone
+
+
 def test_copies_come_to_rest(synthetic: Trace) -> None:
     """Prefetches and offloads do not chase each other while nothing runs: copied tokens stay within some of the used."""
     workload = steady(synthetic, 30.0, 2, window_s=900.0, warm_up_s=300.0, served=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 _BENCHES = {
-    "costs": "what work costs on this machine, for tenuto simulate --timing",
+    "costs": ("tenuto_server.bench.costs", "what work costs on this machine, for tenuto simulate --timing"),
+    "parity": ("tenuto_server.parity.command", "the simulator against the engine with a real model"),
 }
 
 
@@ -15,11 +16,11 @@ def main(argv: Sequence[str]) -> int:
     """``tenuto bench NAME ...``. Exit status of the benchmark; 2 for an unknown name."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: tenuto bench NAME [options]\n")
-        for name, text in _BENCHES.items():
+        for name, (_, text) in _BENCHES.items():
             print(f"  {name:12} {text}")
         print("\nScripts for the kernels and the foundation's figures are in the folder bench/ of the sources.")
         return 0
     if argv[0] not in _BENCHES:
         print(f"tenuto bench: {argv[0]!r} is none of {', '.join(_BENCHES)}", file=sys.stderr)
         return 2
-    return int(import_module(f"tenuto_server.bench.{argv[0]}").main(argv[1:]))
+    return int(import_module(_BENCHES[argv[0]][0]).main(argv[1:]))

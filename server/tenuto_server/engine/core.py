@@ -86,6 +86,13 @@ class Core:
 
     # ---- views ---------------------------------------------------------------------------------------------------
 
+    def prices(self) -> dict[str, float]:
+        """The tiers' prices when a decision last asked for them. To look must change nothing: working a price out files
+        extents by the costs of the moment, and what is filed when decides what is evicted."""
+        system = self._system or self._system_before
+        known = {view.tier: view.price for view in system.tiers} if system is not None else {}
+        return {tier: known.get(tier, 0.0) for tier in TIERS}
+
     def system(self) -> SystemView:
         """Tiers and costs as of this step."""
         if self._system is None:

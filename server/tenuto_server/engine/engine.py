@@ -271,7 +271,7 @@ class Engine:
         figures["blocks_used"] = {TIERS[t]: float(cache.used_blocks(t)) for t in (DEVICE, HOST, DISK)}
         figures["evicted_blocks_total"] = {k: float(v) for k, v in tiers.evicted_blocks.items()}
         figures["lost_blocks_total"] = {k: float(v) for k, v in tiers.dropped_blocks.items()}
-        figures["price"] = {TIERS[t]: tiers.price(t) for t in (DEVICE, HOST, DISK)}
+        figures["price"] = core.prices()
         figures["tier_writable"] = {TIERS[t]: float(ok) for t, ok in core.writable.items()}
         figures["device_blocks_pinned"] = float(tiers.pinned_device_blocks)
         figures["device_blocks_private"] = float(cache.private_blocks)

@@ -135,9 +135,10 @@ def compare(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("tenuto compare", description="Show what differs between two runs.")
     parser.add_argument("a", type=Path, help="result of simulate --json, or a decision journal (JSON lines)")
     parser.add_argument("b", type=Path, help="the other one, of the same kind")
+    parser.add_argument("--by-session", action="store_true", help="journals that did not keep the same time")
     args = parser.parse_args(argv)
     try:
-        return compare_files(args.a, args.b, _console())
+        return compare_files(args.a, args.b, _console(), by_session=args.by_session)
     except TenutoServerError as error:
         print(f"tenuto compare: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,28 @@ from tenuto_server.sim.traces import TraceFileError, json_lines
 
 _FIGURES = ("missed_tokens", "amplification", "gap_closed")
 _CONTEXT = 3
+# What of a decision does not depend on the moment at which it is taken.
+_STABLE = {
+    "admit": ("prompt", "cached", "recompute"),
+    "retention": ("why", "pause"),
+    "pause_end": ("pause",),
+    "turn_end": ("reason", "generated"),
+    "lease_broken": ("tier",),
+}
+_SHOWN = 5
 
 
-def compare_files(a: Path, b: Path, console: Console) -> int:
-    """Prints what differs; 0 when nothing does, else 1. Raises ``TraceFileError`` for a file that is neither."""
+def compare_files(a: Path, b: Path, console: Console, *, by_session: bool = False) -> int:
+    """Prints what differs; 0 when nothing does, else 1. Raises ``TraceFileError`` for a file that is neither.
+
+    ``by_session``: journals are compared session by session, by what does not depend on exact times.
+    """
     first, second = _document(a), _document(b)
     if (first is None) != (second is None):
         raise TraceFileError(f"{a} and {b} are of different kinds: one is a simulation result, the other a journal")
     if first is not None and second is not None:
         return _results(first, second, console)
-    return _journals(a, b, console)
+    return sessions_agree(a, b, console) if by_session else _journals(a, b, console)
 
 
 def _document(path: Path) -> dict[str, Any] | None:
@@ -97,3 +110,42 @@ def _journals(a: Path, b: Path, console: Console) -> int:
 def _decisions(path: Path) -> Iterator[str]:
     for _, entry in json_lines(path):
         yield json.dumps({k: v for k, v in entry.items() if k not in ("n", "t_ns")}, sort_keys=True)
+
+
+def sessions_agree(a: Path, b: Path, console: Console) -> int:
+    """Journals of two runs that did not keep the same time: every session's decisions in order, without figures that
+    depend on the moment. Prints the share that agrees by kind and the first differences; 0 when all agree, else 1."""
+    left, right = _by_session(a), _by_session(b)
+    counts: dict[str, list[int]] = {}
+    shown: list[str] = []
+    for session in sorted({*left, *right}):
+        mine, other = left.get(session, []), right.get(session, [])
+        for entry in mine:
+            counts.setdefault(entry[0], [0, 0, 0])[0] += 1
+        for entry in other:
+            counts.setdefault(entry[0], [0, 0, 0])[1] += 1
+        for block in SequenceMatcher(None, mine, other, autojunk=False).get_matching_blocks():
+            for entry in mine[block.a : block.a + block.size]:
+                counts[entry[0]][2] += 1
+        first = next((i for i, (x, y) in enumerate(zip_longest(mine, other)) if x != y), None)
+        if first is not None and len(shown) < _SHOWN:
+            x, y = (" ".join(e[first]) if first < len(e) else "(ended)" for e in (mine, other))
+            shown.append(f"{session}, decision {first + 1}:\n    A {x}\n    B {y}")
+    table = Table(title="decisions by kind, session by session", title_justify="left")
+    for name in ("kind", "A", "B", "the same", "share"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for kind, (in_a, in_b, same) in sorted(counts.items()):
+        table.add_row(kind, str(in_a), str(in_b), str(same), f"{100 * same / max(in_a, in_b):.1f} %")
+    console.print(table)
+    if shown:
+        console.print("first differences:", *shown, sep="\n  ", markup=False)
+    return int(bool(shown))
+
+
+def _by_session(path: Path) -> dict[str, list[tuple[str, ...]]]:
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for _, entry in json_lines(path):
+        kind = str(entry.get("kind"))
+        facts = [json.dumps(entry.get(name), sort_keys=True) for name in _STABLE.get(kind, ())]
+        found.setdefault(str(entry.get("session", "")), []).append((kind, *facts))
+    return found

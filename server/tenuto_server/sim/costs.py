@@ -107,14 +107,17 @@ def _measured(path: Path) -> Machine:
 
 
 class Clockwork:
-    """Durations of plans and copies where one simulated token stands for ``unit`` tokens. ``now_ns()``: virtual time."""
+    """Durations of plans and copies where one simulated token stands for ``unit`` tokens. ``now_ns()``: virtual time;
+    ``block_tokens``: simulated tokens of a block."""
 
-    def __init__(self, machine: Machine, unit: int, now_ns: Callable[[], int]) -> None:
+    def __init__(self, machine: Machine, unit: int, now_ns: Callable[[], int], *, block_tokens: int = 1) -> None:
         self._machine, self._unit, self._now_ns = machine, unit, now_ns
+        self._block_bytes = unit * block_tokens * machine.kv_bytes
         self._free_ns: dict[tuple[str, str], int] = {}
 
     def forward_s(self, plan: ForwardPlan) -> float:
-        """A batch: its prefill chunks one after another, then ``unit`` decode steps of all that generate."""
+        """A batch: its prefill chunks one after another, no faster than the weights are read once, then ``unit`` decode
+        steps of all that generate."""
         machine, unit = self._machine, self._unit
         prefill_s, context, decoding = 0.0, 0, False
         for row in plan.rows:
@@ -126,7 +129,7 @@ class Clockwork:
                 tokens, middle = count * unit, (row.start + count / 2) * unit
                 prefill_s += tokens * (machine.prefill_a_s + machine.prefill_b_s * middle)
         step_s = machine.weights_s + context * unit * machine.kv_bytes / machine.memory_bps
-        return prefill_s + (unit * step_s if decoding else 0.0)
+        return prefill_s + unit * step_s if decoding else max(prefill_s, machine.weights_s)
 
     def transfer_s(self, transfer: Transfer) -> float:
         """From now until a copy is done, its wait for the link included."""
@@ -136,7 +139,7 @@ class Clockwork:
             lower = "disk"
         link = (lower, "up" if transfer.dst == "device" else "down")
         rate = machine.disk_bps if lower == "disk" else machine.host_bps
-        copy_ns = int(len(transfer.src_slots) * self._unit * machine.kv_bytes / rate * 1e9)
+        copy_ns = int(len(transfer.src_slots) * self._block_bytes / rate * 1e9)
         now_ns = self._now_ns()
         end_ns = max(now_ns, self._free_ns.get(link, 0)) + copy_ns
         self._free_ns[link] = end_ns

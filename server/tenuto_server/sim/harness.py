@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
@@ -24,16 +25,42 @@ from tenuto.wire import (
     Forecast,
     Shared,
 )
-from tenuto_server.engine.events import HintBatch, PauseInferred, Sampling, SubmitTurn, TokenArray
+from tenuto_server.engine.events import Event, HintBatch, PauseInferred, Sampling, SubmitTurn, TokenArray
 from tenuto_server.sim.knowledge import Delivery, Knowledge, PauseScale
-from tenuto_server.sim.machine import SimMachine
 from tenuto_server.sim.traces import COMPACTED_BELOW, Request, Session
 from tenuto_server.sim.workload import Workload
-from tenuto_server.sim.world import Turn, World
+from tenuto_server.sim.world import Turn
 
 FORECAST_MAX_S = 30 * 86400.0
 LIED_END, LIED_COMPACTION = 0.3, 0.1
 """How often a lying harness claims, at a pause, that the session ended or that its prefix is superseded."""
+
+
+class Stage(Protocol):
+    """Where the agents act: virtual time (``World``) or real time with a real model (``parity.LiveWorld``)."""
+
+    @property
+    def now_ns(self) -> int:
+        """The time."""
+        ...
+
+    def at(self, time_s: float, event: Event) -> None:
+        """Hands an event to the engine at that time."""
+        ...
+
+    def soon(self, event: Event) -> None:
+        """Hands it over before anything else happens."""
+        ...
+
+    def submit(self, turn: SubmitTurn, *, in_s: float = 0.0, then: Callable[[Turn], None] | None = None) -> Turn:
+        """Sends a request ``in_s`` seconds from now."""
+        ...
+
+
+class Script(Protocol):
+    """``answers``: what to answer, by sampling seed: the id of the first token, which then counts up."""
+
+    answers: dict[int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +106,8 @@ class Harness:
     token stands for. ``answers``: answers are generated unit by unit and become part of the next prompt; else a request
     ends with its first token and an answer takes no room."""
 
-    world: World
-    machine: SimMachine
+    world: Stage
+    machine: Script
     workload: Workload
     knowledge: Knowledge
     delivery: Delivery

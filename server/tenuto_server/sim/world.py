@@ -81,7 +81,7 @@ class World:
         wakes: bool = True,
     ) -> None:
         self.engine, self.machine = engine, machine
-        self.now_ns = 0
+        self.now_ns: int = 0
         self.turns: dict[str, Turn] = {}
         self.outputs: list[Output] = []
         self.steps = 0
