@@ -1,16 +1,17 @@
 """Tells the conversations of clients without session ids apart, by their growing prompts. ``Chains`` owns the digests.
 
-A digest is Python's own string hash of a message's JSON: it lives in one process only and costs a fraction of what
+A digest is Python's own hash of a message's JSON: it lives in one process only and costs a fraction of what
 parsing the body did. Text content counts the same as a string or as blocks; cache markers and item ids do not count.
 """
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tenuto.proxy.json_text import dump
 
 CHAINS_MAX = 512
 _SYSTEM = ("system", "developer")
@@ -37,7 +38,7 @@ def prompt_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[str], syste
     """The digests of a prompt in any dialect. ``size``: bytes of the whole body; what is no message counts as head, as
     the descriptions of tools do, which are not looked at."""
     lead = next((i for i, m in enumerate(messages) if m.get("role") not in _SYSTEM), len(messages))
-    head = json.dumps([system, [m.get("content") for m in messages[:lead]]], default=str) + "\0" + "\0".join(tools)
+    head = dump([system, [m.get("content") for m in messages[:lead]], tools])
     texts = [_canonical(message) for message in messages[lead:]]
     chars = tuple(map(len, texts))
     return Prompt(hash(head), tuple(map(hash, texts)), chars, max(len(head), size - sum(chars)))
@@ -93,7 +94,7 @@ class Chains:
         self._latest.pop(name, None)
 
 
-def _canonical(message: Mapping[str, Any]) -> str:
+def _canonical(message: Mapping[str, Any]) -> bytes:
     found = {key: value for key, value in message.items() if key not in _IGNORED and value is not None}
     name = found.get("id")
     if isinstance(name, str) and name.startswith(_ITEM_IDS):
@@ -103,7 +104,7 @@ def _canonical(message: Mapping[str, Any]) -> str:
         found["content"] = [{"type": "text", "text": content}] if content else []
     elif isinstance(content, list):
         found["content"] = [_block(block) for block in content]
-    return json.dumps(found, sort_keys=True, default=str)
+    return dump(found)
 
 
 def _block(block: Any) -> Any:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tenuto.proxy.hook_events import HookEvent, Moment, read_hook
+from tenuto.proxy.json_text import parse
 from tenuto.proxy.node import Node
-from tenuto.proxy.reading import parse_json
 from tenuto.proxy.tracker import Tracker
 from tenuto.wire import AgentResumeSoon
 
@@ -44,7 +44,7 @@ class HookSink:
     def __call__(self, path: str, body: bytes) -> None:
         """Takes one hook call. Never raises."""
         try:
-            payload = parse_json(body)
+            payload = parse(body)
             event = read_hook(payload) if isinstance(payload, dict) else None
             if event is not None:
                 self.take(event)

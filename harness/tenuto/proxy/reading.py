@@ -5,7 +5,6 @@ Fields and markers are those that the clients were seen to send; every one of th
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from tenuto.answers import dialect_of
 from tenuto.headers import HeaderError, Identity, read_identity
+from tenuto.proxy.json_text import parse
 
 RequestKind = Literal["turn", "side", "compaction", "prewarm"]
 
@@ -85,7 +85,7 @@ def identity_of_body(body: Mapping[str, Any]) -> Identity:
     user = body.get("metadata")
     user = user.get("user_id") if isinstance(user, Mapping) else None
     if isinstance(user, str) and user.startswith("{"):
-        parsed = parse_json(user.encode())
+        parsed = parse(user.encode())
         user = parsed.get("session_id") if isinstance(parsed, Mapping) else None
         if isinstance(user, str) and 0 < len(user) <= _ID_CHARS_MAX:
             return Identity(user)
@@ -111,16 +111,8 @@ def parse_body(data: bytes, coding: str = "") -> Mapping[str, Any] | None:
             return None
     elif coding not in ("", "identity"):
         return None
-    body = parse_json(data)
+    body = parse(data)
     return body if isinstance(body, dict) else None
-
-
-def parse_json(data: bytes) -> Any:
-    """JSON or None, whatever the bytes are."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
 
 
 def read_content(
@@ -169,7 +161,7 @@ def _declared_kind(headers: Mapping[str, str], body: Mapping[str, Any]) -> str |
     metadata = body.get("client_metadata")
     if text is None and isinstance(metadata, Mapping):
         text = metadata.get(_TURN_METADATA)
-    parsed = parse_json(text.encode()) if isinstance(text, str) else None
+    parsed = parse(text.encode()) if isinstance(text, str) else None
     kind = parsed.get("request_kind") if isinstance(parsed, Mapping) else None
     return kind if isinstance(kind, str) else None
 

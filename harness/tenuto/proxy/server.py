@@ -26,6 +26,7 @@ CONNECTIONS_MAX = 512
 READ_BODY_BYTES_MAX = 8 << 20
 BODY_BYTES_MAX = 512 << 20
 COPY_BYTES_MAX = 8 << 20
+STUDY_AFTER_S = 0.004
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
@@ -206,6 +207,7 @@ class ProxyServer:
             await front.answer(502, refusal(form, 502, kind, f"tenuto proxy: {text}. {advice}"), extra)
         finally:
             if ticket is not None:
+                self.tracker.study(ticket)
                 self.tracker.failed(ticket)  # no effect once the answer has been read
             if link is not None:
                 link.close()
@@ -223,8 +225,9 @@ class ProxyServer:
                     await _send_rest(front, link, len(body))
                 else:
                     await link.send(outgoing, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
-                if ticket is not None:
-                    self.tracker.study(ticket)
+                if ticket is not None and not ticket.studied:
+                    # Reading a large body takes milliseconds: not before a quick answer has had its chance to pass.
+                    asyncio.get_running_loop().call_later(STUDY_AFTER_S, self.tracker.study, ticket)
                 event = await link.receive()
                 while isinstance(event, h11.InformationalResponse):
                     event = await link.receive()
@@ -256,6 +259,8 @@ class ProxyServer:
                 copy.append(bytes(event.data))
                 copy = copy if size <= COPY_BYTES_MAX else None
         await front.send(h11.EndOfMessage())
+        if ticket is not None:
+            self.tracker.study(ticket)
         if ticket is not None and copy:
             streamed = b"text/event-stream" in told.get(b"content-type", b"")
             self.tracker.answered(ticket, b"".join(copy), streamed=streamed)

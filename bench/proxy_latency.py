@@ -1,0 +1,142 @@
+"""What the local proxy adds to a request: the same requests straight to a server and through ``tenuto proxy``, in turn.
+
+    python bench/proxy_latency.py [--requests 300] [--bytes 50000 200000 1000000]
+
+The server is a process that answers every request with the same short event stream at once, so that all that is measured
+is the way. Two kinds of requests: one that names its session in a header, and one whose session the proxy has to find
+in the conversation itself before it can pass the request on. Times are from the first byte sent to the first byte of the
+answer's body, over connections that stay open; what is added is the difference of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+EVENT = b'data: {"choices": [{"index": 0, "delta": {"content": "ok"}, "finish_reason": null}]}\n\n'
+LAST = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+
+
+def server(port: Any) -> None:
+    """Answers every request with two events, the second one 2 ms after the first."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                found = re.search(rb"content-length: *(\d+)", head.lower())
+                await reader.readexactly(int(found[1]) if found else 0)
+                if head.startswith(b"GET"):
+                    writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"server":"tenuto"}')
+                    continue
+                if b"/v1/kv_hints" in head:
+                    writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"receipts": []}')
+                    continue
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+                )
+                writer.write(b"%x\r\n%s\r\n" % (len(EVENT), EVENT))
+                await asyncio.sleep(0.002)
+                writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(LAST), LAST))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def main() -> None:
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24)
+        port.put(listener.sockets[0].getsockname()[1])
+        await listener.serve_forever()
+
+    asyncio.run(main())
+
+
+class Line:
+    """One open connection."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, request: bytes) -> float:
+        """Milliseconds to the first event."""
+        began = time.perf_counter()
+        self._socket.sendall(request)
+        data, first = b"", 0.0
+        while not data.endswith(b"0\r\n\r\n"):
+            data += self._socket.recv(65536)
+            if not first and b"data: " in data:
+                first = time.perf_counter() - began
+        return 1e3 * first
+
+
+def request(size: int, turn: int, named: bool) -> bytes:
+    """A turn of a growing conversation whose body has about ``size`` bytes."""
+    words = "the quick brown fox jumps over the lazy dog and reads a file of the project again " * 12
+    messages: list[dict[str, Any]] = [{"role": "system", "content": words * 20}, {"role": "user", "content": "go"}]
+    while len(messages) * len(words) < size - 20 * len(words):
+        messages.append(
+            {"role": "assistant" if len(messages) % 2 == 0 else "user", "content": f"{len(messages)} {words}"}
+        )
+    messages += [{"role": "user", "content": f"turn {n}"} for n in range(turn)]
+    tools = [{"type": "function", "function": {"name": f"tool{i}", "description": words}} for i in range(10)]
+    body = json.dumps({"model": "m", "messages": messages, "tools": tools, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return (head + ("X-Session-ID: bench\r\n" if named else "") + "\r\n").encode() + body
+
+
+def compare(direct: Line, proxied: Line, size: int, named: bool, count: int) -> str:
+    """One line of the table."""
+    straight, through = [], []
+    for turn in range(count + 10):
+        data = request(size, turn, named)
+        straight.append(direct.ask(data))
+        through.append(proxied.ask(data))
+    straight, through = straight[10:], through[10:]
+    cuts = [statistics.quantiles(times, n=100) for times in (straight, through)]
+    kind = "named in a header" if named else "found in the prompt"
+    cells = [f"{len(request(size, 0, named)):,}", kind]
+    cells += [f"{cut[49]:.2f} / {cut[89]:.2f} / {cut[98]:.2f}" for cut in cuts]
+    return "| " + " | ".join([*cells, f"{cuts[1][49] - cuts[0][49]:.2f}", f"{cuts[1][89] - cuts[0][89]:.2f}"]) + " |"
+
+
+def main() -> None:
+    """Prints the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--bytes", type=int, nargs="+", default=[50_000, 200_000, 1_000_000])
+    args = parser.parse_args()
+    ports: Any = multiprocessing.Queue()
+    upstream = multiprocessing.Process(target=server, args=(ports,), daemon=True)
+    upstream.start()
+    port = ports.get(timeout=30)
+    command = [sys.executable, "-m", "tenuto", "proxy", "--upstream", f"http://127.0.0.1:{port}", "--port", "0"]
+    environment = {**os.environ, "TENUTO_HISTORY": "off"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as proxy:
+        try:
+            assert proxy.stdout is not None
+            proxy_port = int(proxy.stdout.readline().split()[2].rpartition(":")[2])
+            direct, proxied = Line(port), Line(proxy_port)
+            print(
+                "| body, bytes | session | direct p50 / p90 / p99, ms | proxied, ms | added p50, ms | added p90, ms |"
+            )
+            print("|---:|---|---:|---:|---:|---:|")
+            for size in args.bytes:
+                for named in (True, False):
+                    print(compare(direct, proxied, size, named, args.requests), flush=True)
+        finally:
+            proxy.terminate()
+            upstream.terminate()
+    print(f"\n{args.requests} requests a row, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
