@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tenuto_server.api import anthropic_messages, health, hints, openai_chat, openai_completions
+from tenuto_server.api import anthropic_messages, health, hints, openai_chat, openai_completions, openai_responses
 from tenuto_server.api.errors import ApiError, on_api_error, on_crash, on_http_error
 from tenuto_server.api.limits import Limits
 from tenuto_server.api.service import ClientGone, Service
@@ -20,7 +20,7 @@ def create_app(service: Service) -> FastAPI:
     """The ASGI application that serves ``service``, whose loop must be running."""
     app = FastAPI(title="Tenuto", docs_url=None, redoc_url=None)
     app.state.service = service
-    for part in (openai_chat, openai_completions, anthropic_messages, hints, health):
+    for part in (openai_chat, openai_completions, openai_responses, anthropic_messages, hints, health):
         app.include_router(part.router)
     app.add_api_route("/", root, methods=["GET", "HEAD"])
     app.add_exception_handler(ApiError, on_api_error)

@@ -273,6 +273,13 @@ class Generation:
         """Tokens of the prompt."""
         return len(self._job.turn.tokens)
 
+    def reasoning_tokens(self) -> int:
+        """Generated tokens that went into the reasoning, by its share of the answer's characters."""
+        answer = self.answer
+        spent = len(answer.reasoning)
+        total = spent + len(answer.text) + sum(len(call.name) + len(call.arguments) for call in answer.calls)
+        return round(self.completion_tokens * spent / total) if total else 0
+
     def inferred(self, what: str) -> bool:
         """Whether this was concluded from the session's traffic."""
         return self._job.arrival is not None and what in self._job.arrival.inferred

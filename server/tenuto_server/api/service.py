@@ -24,6 +24,7 @@ from tenuto_server.api.constrain import Constraint, Grammars, compiled
 from tenuto_server.api.errors import ApiError, busy
 from tenuto_server.api.meters import Meters
 from tenuto_server.api.prompt import PromptBuilder
+from tenuto_server.api.responses_store import ResponseStore
 from tenuto_server.api.toolformat import tool_format
 from tenuto_server.api.traffic import Traffic
 from tenuto_server.config import ServerConfig
@@ -146,6 +147,7 @@ class Service:
         self.meters = Meters(self.loop)
         chat = self.model.chat
         self.traffic = Traffic()
+        self.responses = ResponseStore(self.config.stored_responses_bytes)
         self.format = tool_format([chat.source, chat.tool_source], self.config.tool_format)
         marks = (self.model.tokenizer.token_id(marker) for marker in self.format.markers)
         self.shown_ids = frozenset(mark for mark in marks if mark is not None) & self.model.tokenizer.special_ids

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from tenuto_server.api.carriers import read_riders
-from tenuto_server.api.clues import read_clues
+from tenuto_server.api.clues import Clues, read_clues
 from tenuto_server.api.conversation import Conversation
 from tenuto_server.api.job import Job, make_job
 from tenuto_server.api.outline import Outline
@@ -29,10 +29,12 @@ def prepare(
     raw: Mapping[str, Any],
     talk: Conversation,
     prompt: Prompt,
+    known: Clues | None = None,
 ) -> Job:
-    """The job of a conversation. Raises 400 for identity that cannot be read and for a prompt that does not fit."""
+    """The job of a conversation. ``known``: what the request is, where its route says so. Raises 400 for
+    identity that cannot be read and for a prompt that does not fit."""
     riders = read_riders(http.headers, body, raw)
-    clues = read_clues(http.headers, raw, talk, body.limit() == 0)
+    clues = known or read_clues(http.headers, raw, talk, body.limit() == 0)
     outline = Outline.of(body.model, talk, prompt.digests, prompt.tool_digests, len(prompt.tokens))
     arrival = service.traffic.arrive(tenant, riders.identity, clues, outline, talk)
     job = make_job(service, http, kind, tenant, body, prompt, riders, talk)
