@@ -29,6 +29,9 @@ _TRIPLES: tuple[tuple[str, str | None, str | None], ...] = (
     ("session-id", "thread-id", "x-codex-parent-thread-id"),
     ("x-dynamo-session-id", None, "x-dynamo-parent-session-id"),
     ("x-litellm-session-id", None, None),
+    ("x-opencode-session", None, None),
+    ("x-session-affinity", None, None),
+    ("x-affinity", None, None),
 )
 _FINAL_HEADER = "x-dynamo-session-final"
 

@@ -103,6 +103,9 @@ class Traffic:
             record = _Record(outline, arrival.clues)
             if arrival.identity.parent is not None:
                 self._note(arrival, "subagent")
+        elif _was_side_call(record.outline, outline):
+            # A session may begin with a call that is none of its turns, such as one for a title.
+            self._note(arrival, "side_call_before")
         else:
             arrival.change = compare(record.outline, outline)
             if _compacted(record, arrival):
@@ -205,6 +208,11 @@ def _is_side_call(last: Outline, new: Outline) -> bool:
     if not last.tools or shared_messages(last, new):
         return False
     return not new.tools or (new.model != last.model and new.system != last.system)
+
+
+def _was_side_call(last: Outline, new: Outline) -> bool:
+    """The other way round: the last request had no tools, this one has, and nothing of that one is in it."""
+    return not last.tools and bool(new.tools) and last.system != new.system and not shared_messages(last, new)
 
 
 def _compacted(record: _Record, arrival: Arrival) -> bool:
