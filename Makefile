@@ -26,7 +26,7 @@ $(VENV)/.model: $(VENV)/.base
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server pyproject.toml
-	$(PIP) -e ".[server,dev]"
+	$(PIP) -e ".[server,dev,frameworks]"
 	@touch $@
 
 setup: $(VENV)/.server $(VENV)/.model
