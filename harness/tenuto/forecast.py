@@ -2,9 +2,10 @@
 
 A history is one bounded sketch of log-durations for every key, in levels from coarse to fine: kind, tool class, tool,
 program, first argument. The forecast of a level is the posterior predictive of a Dirichlet process whose base is the
-level above it, with concentration K = 5 pseudo-calls (and 2 for the session's own history of the program), the
-estimator that predicted best out of sample on real tool calls. The coarsest base is ``tenuto.priors``. Waiting
-sharpens a forecast through the conditional distribution given the time already elapsed.
+level above it, with concentration K = 5 pseudo-calls (4 for the session's own history of the program, 8 for its own
+people), the estimator that predicted best out of sample on real tool calls. Pauses without a tool's name are also filed by
+the session's recent rhythm, people by the time of day. The coarsest base is ``tenuto.priors``. Waiting sharpens a forecast
+through the conditional distribution given the time already elapsed.
 
 Only the standard library is imported here: the server's policies use this module too.
 """
@@ -20,28 +21,39 @@ import secrets
 import sys
 import tempfile
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tenuto.distribution import (
+    GRID_BINS,
+    SKETCH_WEIGHT_MAX,
+    LogSketch,
+    PauseDistribution,
+    posterior,
+    prior_masses,
+)
 from tenuto.pause_key import PauseKey
 from tenuto.priors import KIND, P_RETURN, PROGRAM, TOOL, TOOL_CLASS, Knots, tool_class
 
-GRID_MIN_S = 0.005
-GRID_STEP = 0.2
-GRID_BINS = 100
 FORECAST_MAX_S = 30 * 86400.0
 SHRINKAGE = 5.0
-SHRINKAGE_SESSION = 2.0
+SHRINKAGE_SESSION, SHRINKAGE_SESSION_HUMAN = 4.0, 8.0
+# People, and pauses without a name: by the time of day they begin, and by the session's recent rhythm.
+SHRINKAGE_HOUR, SHRINKAGE_RHYTHM = 30.0, 15.0
+HOURS = 4
+"""Hours of a time of day; working days and weekends are kept apart."""
+PACE, PACE_STEP, PACE_STEPS = 0.25, 0.4, 8
+"""A session's rhythm: an exponentially weighted mean of its log lengths, in so many steps of so much around the prior's."""
 RETURN_PSEUDO = 20.0
-SKETCH_WEIGHT_MAX = 512.0
 HISTORY_VERSION = 1
 _PENDING_MAX = 4096
 _SESSION_KEYS_MAX = 256
 _FILE_BYTES_MAX = 16 << 20
-_LOG_MIN = math.log(GRID_MIN_S)
 
 _Stored: TypeAlias = "tuple[str, OrderedDict[str, LogSketch], dict[str, list[float]]]"
 
@@ -63,84 +75,30 @@ class PauseForecast:
         return asdict(self)
 
 
-class LogSketch:
-    """A histogram of log-durations: ``GRID_BINS`` bins of a factor e^0.2 each, from 5 ms to 28 days.
-
-    Bounded in size; above ``SKETCH_WEIGHT_MAX`` observations all weights halve, so that the recent past counts more.
-    """
-
-    __slots__ = ("bins", "weight")
-
-    def __init__(self, bins: Mapping[int, float] | None = None) -> None:
-        self.bins: dict[int, float] = dict(bins or {})
-        self.weight = math.fsum(self.bins.values())
-
-    def add(self, duration_s: float) -> None:
-        """Adds one duration, clipped to the grid."""
-        index = _bin(duration_s)
-        self.bins[index] = self.bins.get(index, 0.0) + 1.0
-        self.weight += 1.0
-        if self.weight > SKETCH_WEIGHT_MAX:
-            self.bins = {i: w / 2 for i, w in self.bins.items() if w >= 0.1}
-            self.weight = math.fsum(self.bins.values())
-
-
-class PauseDistribution:
-    """The distribution of a pause that will end: ``GRID_BINS`` masses on the log grid, summing to one."""
-
-    __slots__ = ("_tail", "masses")
-
-    def __init__(self, masses: Sequence[float]) -> None:
-        self.masses = tuple(masses)
-        tail = [0.0] * (GRID_BINS + 1)
-        for i in range(GRID_BINS - 1, -1, -1):
-            tail[i] = tail[i + 1] + self.masses[i]
-        self._tail = tail  # summed from the far end: a small survival keeps its relative precision
-
-    def survival(self, at_s: float) -> float:
-        """P(pause > at_s)."""
-        position = _position(at_s)
-        index = min(int(position), GRID_BINS - 1)
-        return self._tail[index + 1] + self.masses[index] * max(0.0, index + 1 - position)
-
-    def quantile(self, q: float, *, elapsed_s: float = 0.0) -> float:
-        """The time (seconds) by which a share ``q`` of pauses has ended, among those longer than ``elapsed_s``.
-
-        Counts from the start of the pause. Beyond the grid it follows a power law of exponent 1, by which a pause
-        that has lasted t is expected to last as long again.
-        """
-        start = self.survival(elapsed_s)
-        if start <= 0.0 or elapsed_s >= _edge(GRID_BINS):
-            return elapsed_s / max(1.0 - q, 1e-3)
-        target = start * (1.0 - q)
-        low, high = 0, GRID_BINS
-        while low < high:  # the last bin edge whose survival is still at least the target
-            middle = (low + high + 1) // 2
-            if self._tail[middle] >= target:
-                low = middle
-            else:
-                high = middle - 1
-        inside = 0.0
-        if low < GRID_BINS and self.masses[low] > 0.0:
-            inside = min(1.0, max(0.0, (self._tail[low] - target) / self.masses[low]))
-        return max(elapsed_s, math.exp(_LOG_MIN + GRID_STEP * (low + inside)))
-
-
 class PauseForecaster:
     """Predicts pauses and learns from them. Thread-safe; never does more work than a few hundred additions a call.
 
     ``path``: JSON file that keeps the history between runs; None keeps it in memory. ``keys_max`` bounds the number
-    of keys, the least recently used go first. A missing, foreign or corrupt file counts as no history.
+    of keys, the least recently used go first. A missing, foreign or corrupt file counts as no history. ``clock``: Unix
+    time, whose local hour people are judged by.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, keys_max: int = 2048) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        keys_max: int = 2048,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.path = Path(path) if path is not None else None
         self.keys_max = keys_max
+        self._clock = clock
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         self._sketches: OrderedDict[str, LogSketch] = OrderedDict()
         self._returns: dict[str, list[float]] = {}
         self._own: OrderedDict[tuple[str, str], LogSketch] = OrderedDict()
+        self._paces: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._pending: list[tuple[tuple[str, ...], float | None]] = []
         self._secret = secrets.token_hex(16)
         stored = _read(self.path) if self.path is not None else None
@@ -168,7 +126,7 @@ class PauseForecaster:
         """
         elapsed_s = max(0.0, elapsed_s)
         with self._lock:
-            distribution, confidence = self._predictive(key, session)
+            distribution, confidence = self._predictive(key, session, elapsed_s)
             p_return = self._p_return(key.kind)
         survival = p_return * distribution.survival(elapsed_s)
         total = survival + 1.0 - p_return
@@ -187,14 +145,20 @@ class PauseForecaster:
             return
         with self._lock:
             paths = self._paths(key)
-            self._learn(paths, duration_s)
-            self._remember((paths, duration_s))
+            taught = (*paths, *self._circumstances(key, session, duration_s))
+            self._learn(taught, duration_s)
+            self._remember((taught, duration_s))
             if session is not None:
-                own = self._own.setdefault((session, _own_path(paths)), LogSketch())
+                own = self._own.setdefault((session, _own_path(paths)), _sketch(paths[-1]))
                 self._own.move_to_end((session, _own_path(paths)))
                 own.add(duration_s)
-                while len(self._own) > _SESSION_KEYS_MAX:
-                    self._own.popitem(last=False)
+                before = self._paces.pop((session, key.kind), None)
+                length = math.log(max(duration_s, 1.0))
+                centre = _centre(key.kind) if before is None else before
+                self._paces[session, key.kind] = centre + PACE * (length - centre)
+                for table in (self._own, self._paces):
+                    while len(table) > _SESSION_KEYS_MAX:
+                        table.popitem(last=False)
 
     def observe_no_return(self, kind: str) -> None:
         """Learns that a session ended in a pause of this kind instead of returning."""
@@ -246,7 +210,7 @@ class PauseForecaster:
         if duration_s is None:
             return
         for path in reversed(paths):  # coarse levels last, so that they are the most recently used
-            self._sketches.setdefault(path, LogSketch()).add(duration_s)
+            self._sketches.setdefault(path, _sketch(path)).add(duration_s)
             self._sketches.move_to_end(path)
         while len(self._sketches) > self.keys_max:
             self._sketches.popitem(last=False)
@@ -256,21 +220,42 @@ class PauseForecaster:
         prior = P_RETURN.get(kind, P_RETURN["unknown"])
         return (returned + RETURN_PSEUDO * prior) / (returned + ended + RETURN_PSEUDO)
 
-    def _predictive(self, key: PauseKey, session: str | None) -> tuple[PauseDistribution, float]:
+    def _predictive(
+        self, key: PauseKey, session: str | None, elapsed_s: float = 0.0
+    ) -> tuple[PauseDistribution, float]:
         paths = self._paths(key)
-        masses, learned = list(_prior_masses(KIND.get(key.kind, KIND["unknown"]))), 0.0
+        masses, learned = list(prior_masses(KIND.get(key.kind, KIND["unknown"]))), 0.0
         for path, builtin in zip(paths, self._builtins(key), strict=True):
             if builtin is not None and path != paths[0]:
                 # Data of the coarser level mixes other programs, the built-in prior other machines: trust each half
                 # once there is data.
                 weight = learned / 2
-                masses = [weight * m + (1.0 - weight) * b for m, b in zip(masses, _prior_masses(builtin), strict=True)]
+                masses = [weight * m + (1.0 - weight) * b for m, b in zip(masses, prior_masses(builtin), strict=True)]
                 learned *= weight
-            masses, learned = _posterior(masses, learned, self._sketches.get(path), SHRINKAGE)
+            masses, learned = posterior(masses, learned, self._sketches.get(path), SHRINKAGE)
+            if path == paths[-1]:
+                for circumstance in self._circumstances(key, session, elapsed_s):
+                    pseudo = SHRINKAGE_HOUR if "/@" in circumstance else SHRINKAGE_RHYTHM
+                    masses, _ = posterior(masses, learned, self._sketches.get(circumstance), pseudo)
             if session is not None and path == _own_path(paths):
-                own = self._own.get((session, path))
-                masses, learned = _posterior(masses, learned, own, SHRINKAGE_SESSION)
+                pseudo = SHRINKAGE_SESSION_HUMAN if key.kind == "human" else SHRINKAGE_SESSION
+                masses, learned = posterior(masses, learned, self._own.get((session, path)), pseudo)
         return PauseDistribution(masses), min(1.0, learned)
+
+    def _circumstances(self, key: PauseKey, session: str | None, ago_s: float) -> tuple[str, ...]:
+        """What a pause that began ``ago_s`` seconds ago is also filed under: time of day and the session's rhythm. A tool
+        with a name is not asked the time."""
+        if key.tool is not None:
+            return ()
+        found = []
+        if key.kind in ("human", "permission"):
+            begun = time.localtime(self._clock() - ago_s)
+            found.append(f"{key.kind}/@{'we' if begun.tm_wday >= 5 else 'wd'}{begun.tm_hour // HOURS}")
+        if session is not None:
+            pace = self._paces.get((session, key.kind))
+            step = 0 if pace is None else round((pace - _centre(key.kind)) / PACE_STEP)
+            found.append(f"{key.kind}/~{max(-PACE_STEPS, min(PACE_STEPS, step))}")
+        return tuple(found)
 
     def _builtins(self, key: PauseKey) -> list[Knots | None]:
         levels: list[Knots | None] = [KIND.get(key.kind, KIND["unknown"])]
@@ -338,7 +323,7 @@ def _parse(data: Any) -> _Stored:
         raise ValueError("another version")
     sketches: OrderedDict[str, LogSketch] = OrderedDict()
     for path, bins in data["keys"].items():
-        sketch = LogSketch({int(i): float(w) for i, w in bins.items()})
+        sketch = _sketch(str(path), {int(i): float(w) for i, w in bins.items()})
         if not all(0 <= i < GRID_BINS and 0.0 < w <= 2 * SKETCH_WEIGHT_MAX for i, w in sketch.bins.items()):
             raise ValueError("bins out of range")
         sketches[str(path)] = sketch
@@ -348,56 +333,19 @@ def _parse(data: Any) -> _Stored:
     return data["secret"], sketches, returns
 
 
+def _sketch(path: str, bins: dict[int, float] | None = None) -> LogSketch:
+    _, _, rest = path.partition("/")
+    return LogSketch(bins, wide=not rest or rest[0] in "@~")
+
+
+@lru_cache(maxsize=16)
+def _centre(kind: str) -> float:
+    """Log of the prior's median."""
+    return math.log(PauseDistribution(prior_masses(KIND.get(kind, KIND["unknown"]))).quantile(0.5))
+
+
 def _own_path(paths: tuple[str, ...]) -> str:
     return paths[min(3, len(paths) - 1)]  # the program's level, or the finest there is above it
-
-
-def _posterior(base: list[float], learned: float, sketch: LogSketch | None, pseudo: float) -> tuple[list[float], float]:
-    if sketch is None or sketch.weight <= 0.0:
-        return base, learned
-    total = sketch.weight + pseudo
-    masses = [m * pseudo / total for m in base]
-    for i, w in sketch.bins.items():
-        masses[i] += w / total
-    return masses, (sketch.weight + pseudo * learned) / total
-
-
-_PRIOR_MASSES: dict[Knots, tuple[float, ...]] = {}
-
-
-def _prior_masses(knots: Knots) -> tuple[float, ...]:
-    """Masses of a prior: log-linear between its knots, a power law of exponent 1 beyond the last one."""
-    if knots not in _PRIOR_MASSES:
-        edges = [1.0 - _knot_cdf(knots, _edge(i)) for i in range(GRID_BINS)] + [0.0]
-        edges[0] = 1.0
-        _PRIOR_MASSES[knots] = tuple(max(0.0, edges[i] - edges[i + 1]) for i in range(GRID_BINS))
-    return _PRIOR_MASSES[knots]
-
-
-def _knot_cdf(knots: Knots, at_s: float) -> float:
-    last_s, last_p = knots[-1]
-    if at_s >= last_s:
-        return 1.0 - (1.0 - last_p) * last_s / at_s
-    before_s, before_p = GRID_MIN_S, 0.0
-    for knot_s, knot_p in knots:
-        if at_s < knot_s:
-            return before_p + (knot_p - before_p) * math.log(at_s / before_s) / math.log(knot_s / before_s)
-        before_s, before_p = knot_s, knot_p
-    return last_p
-
-
-def _position(seconds: float) -> float:
-    if seconds <= GRID_MIN_S:
-        return 0.0
-    return min((math.log(seconds) - _LOG_MIN) / GRID_STEP, float(GRID_BINS))
-
-
-def _bin(seconds: float) -> int:
-    return min(int(_position(seconds)), GRID_BINS - 1)
-
-
-def _edge(index: int) -> float:
-    return math.exp(_LOG_MIN + GRID_STEP * index)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ argument, which separates ``git status`` from ``git clone`` and ``make test`` fr
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -48,20 +49,31 @@ class PauseKey:
         tool: str | None = None,
         *,
         command: str | Sequence[str] | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | str | None = None,
     ) -> PauseKey:
         """The key of a pause.
 
         ``command``: a shell command line or argument vector; without it, the ``command``/``cmd``/``script`` entry of
-        the tool call's ``arguments`` is used. A command without a tool name counts as the tool ``bash``.
+        the tool call's ``arguments`` is used (a mapping, or the JSON text of one as providers send it; any other text says
+        nothing). A command without a tool name counts as the tool ``bash``.
         """
         if command is None and arguments:
-            found = next((arguments[name] for name in _COMMAND_FIELDS if arguments.get(name)), None)
+            named = _object(arguments) if isinstance(arguments, str) else arguments
+            found = next((named[name] for name in _COMMAND_FIELDS if named.get(name)), None)
             command = found if isinstance(found, (str, list, tuple)) else None
         program, argument = split_command(command) if command else (None, None)
         if program is not None and tool is None:
             tool = "bash"
         return cls(kind, _short(tool), _short(program), _short(argument))
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    """A JSON object; an empty one for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def split_command(command: str | Sequence[str]) -> tuple[str | None, str | None]:

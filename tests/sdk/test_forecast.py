@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.forecast import GRID_BINS, GRID_MIN_S, PauseDistribution, PauseForecaster, history_path
+from tenuto.distribution import GRID_BINS, GRID_MIN_S, PauseDistribution
+from tenuto.forecast import PauseForecaster, history_path
 from tenuto.pause_key import PauseKey
 from tenuto.priors import tool_class
 
@@ -60,13 +62,15 @@ def test_median_remaining_time_of_a_person(idle_s: float, median_s: float) -> No
 def test_shrinkage_by_hand() -> None:
     """With n observations of 100 s, the posterior puts n / (n + 5) on them and 5 / (n + 5) on the level above."""
     forecaster = PauseForecaster()
-    key = PauseKey.of("permission")
+    key = PauseKey.of("subagent")
     prior = forecaster.distribution(key).survival(1e5)
     for n in range(1, 4):
         forecaster.observe(key, 100.0)
         distribution = forecaster.distribution(key)
         assert distribution.survival(1e5) == pytest.approx(prior * 5 / (n + 5))
-        assert distribution.survival(90.0) - distribution.survival(111.0) >= n / (n + 5)
+        # A pause speaks for lengths within 2 + 8 / sqrt(n) bins of it.
+        reach = math.exp(0.2 * (3 + 8 / math.sqrt(n)))
+        assert distribution.survival(100.0 / reach) - distribution.survival(100.0 * reach) >= n / (n + 5)
         assert forecaster.predict(key).confidence == pytest.approx(n / (n + 5))
 
 
@@ -91,8 +95,43 @@ def test_own_session_counts_more() -> None:
     for _ in range(6):
         forecaster.observe(key, 0.5, session="mine")
     mine, other = forecaster.predict(key, session="mine"), forecaster.predict(key, session="other")
-    assert within(mine.p50_s, 0.5)
-    assert within(other.p50_s, 10.0)
+    assert within(mine.p50_s, 0.5, BIN**2)
+    assert within(other.p50_s, 10.0, BIN**2)
+
+
+def test_people_have_hours() -> None:
+    """Quick in the morning, slow at night: the forecast goes by the local hour at which the pause began."""
+    midnight = time.mktime((2026, 3, 2, 0, 0, 0, 0, 0, -1))  # a Monday
+    now = midnight
+    forecaster = PauseForecaster(clock=lambda: now)
+    for day in (0, 1, 2, 3, 4, 7, 8, 9, 10, 11):
+        for hour, length_s in ((9, 20.0), (22, 3000.0)):
+            for minute in range(0, 60, 5):
+                now = midnight + day * 86400 + hour * 3600 + minute * 60 + length_s
+                forecaster.observe(HUMAN, length_s)
+    now = midnight + 14 * 86400 + 9 * 3600 + 600
+    morning = forecaster.predict(HUMAN)
+    now += 13 * 3600
+    night = forecaster.predict(HUMAN)
+    assert within(morning.p50_s, 20.0, 2.0)
+    assert within(night.p50_s, 3000.0, 2.0)
+    # At 9:10, a pause that began the evening before is one of the evening's.
+    now = midnight + 14 * 86400 + 9 * 3600 + 600
+    assert forecaster.predict(HUMAN, elapsed_s=600.0).p50_s < forecaster.predict(HUMAN, elapsed_s=11 * 3600.0).p50_s
+
+
+def test_people_have_a_rhythm() -> None:
+    """Sessions whose pauses have been short go on being quick: learned over sessions, used in one just begun."""
+    forecaster = PauseForecaster(clock=lambda: 0.0)
+    for number in range(40):
+        for _ in range(6):
+            forecaster.observe(HUMAN, 15.0, session=f"quick{number}")
+            forecaster.observe(HUMAN, 2000.0, session=f"slow{number}")
+    for session, length_s in (("q", 15.0), ("s", 2000.0)):
+        for _ in range(2):
+            forecaster.observe(HUMAN, length_s, session=session)
+    quick, slow = (forecaster.predict(HUMAN, session=s).p50_s for s in ("q", "s"))
+    assert quick < 60.0 < 500.0 < slow
 
 
 def test_elapsed_time_sharpens_a_bimodal_key() -> None:

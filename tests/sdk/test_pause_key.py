@@ -49,6 +49,10 @@ def test_key_from_a_tool_call() -> None:
     assert PauseKey.of("tool", "Read", arguments={"path": "a.py"}) == PauseKey("tool", "Read")
     assert PauseKey.of("tool", "x", arguments={"command": 7}) == PauseKey("tool", "x")
     assert PauseKey.of("human") == PauseKey("human")
+    # Providers send arguments as JSON text; a custom tool's input is any text.
+    assert PauseKey.of("tool", "Bash", arguments='{"command": "ls -l src"}') == PauseKey("tool", "Bash", "ls", "src")
+    for text in ("*** Begin Patch", "[1]", "{", "7"):
+        assert PauseKey.of("tool", "apply_patch", arguments=text) == PauseKey("tool", "apply_patch")
 
 
 def test_argument_is_not_printed() -> None:
