@@ -222,6 +222,8 @@ def test_one_call_where_only_one_may_come() -> None:
 def test_a_cut_call_is_still_a_call() -> None:
     events = events_of(['<tool_call>{"name": "bash", "arguments": {"command": "ls'])
     assert events == [ToolCallStart(0, "id0", "bash"), ToolCallDelta(0, '{"command": "ls'), ToolCallEnd(0)]
+    whole = '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
+    assert summary(f"{whole}\n<tool_c") == ("", "", [LS])
 
 
 def test_ids() -> None:

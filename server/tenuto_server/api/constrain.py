@@ -75,7 +75,8 @@ def constraint(
         offered = [(tool, name) for tool, name in offered if tool.name == only]
     strict = any(tool.strict for tool, _ in offered)
     if must_call(choice) and offered:
-        body, field, optional = _calls(format, [tool for tool, _ in offered], parallel), "tool_choice", False
+        several = parallel and only is None  # a named tool is called once
+        body, field, optional = _calls(format, [tool for tool, _ in offered], several), "tool_choice", False
         schemas = [(tool.parameters, name) for tool, name in offered]
     elif response_schema is not None:
         answer = _schema(response_schema)

@@ -193,7 +193,11 @@ class OutputParser:
                 else:  # the marker was text (unless it is a control token), and reading goes on behind it
                     self.text(space + ("" if found in self._format.control else found))
             elif source.final:
-                self.text(source.rest() if self._index < 0 else source.rest().rstrip())
+                rest = source.rest()
+                if self._index < 0:
+                    self.text(rest)
+                elif not any(marker.startswith(rest.strip()) for marker in markers):
+                    self.text(rest.rstrip())  # else the next call was cut off
                 return
             else:
                 yield

@@ -1,12 +1,13 @@
 """From what a user types after ``--model`` to a model that runs.
 
 Owns no state. Accepted: a GGUF file, a folder with config.json + tokenizer.json + safetensors, a bundled name
-(``smollm2-135m``: the weights inside an installed package), ``toy``, or a hub id ``org/name``. Every failure is a
-``ModelError`` that says what to do.
+(``smollm2-135m``: the weights inside an installed package), ``toy``, ``scripted`` or ``scripted:FILE`` (see ``script``), or
+a hub id ``org/name``. Every failure is a ``ModelError`` that says what to do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -24,6 +25,7 @@ from tenuto_server.errors import ModelError
 from tenuto_server.model.chat import ChatTemplate, chat_template_from_folder, token_names
 from tenuto_server.model.config import ModelConfig, config_from_gguf, config_from_hf, with_tokens
 from tenuto_server.model.gguf_file import GGUFFile
+from tenuto_server.model.scripted import scripted_model
 from tenuto_server.model.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
 from tenuto_server.model.toy import toy_chat, toy_config, toy_digest, toy_tokenizer, toy_weights
 from tenuto_server.model.transformer import Transformer
@@ -31,14 +33,15 @@ from tenuto_server.model.weights import GGUFWeights, SafetensorsWeights, weight_
 
 log = logging.getLogger(__name__)
 
-ModelKind = Literal["gguf", "folder", "toy", "hub"]
+ModelKind = Literal["gguf", "folder", "toy", "scripted", "hub"]
 Precision = Literal["bf16", "fp32"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Where a model comes from. ``path``: file or folder; None for ``toy`` and for a hub id, which is fetched on load."""
+    """Where a model comes from. ``path``: file or folder; None for ``toy``, the default script, and a hub id, which is
+    fetched on load."""
 
     name: str
     kind: ModelKind
@@ -75,6 +78,9 @@ def resolve_model(spec: str) -> ResolvedModel:
     """What ``spec`` names, without loading or fetching anything."""
     if spec == "toy":
         return ResolvedModel("toy", "toy", None)
+    if spec == "scripted" or spec.startswith("scripted:"):
+        script = spec.partition(":")[2]
+        return ResolvedModel("scripted", "scripted", Path(script).expanduser() if script else None)
     if spec in BUNDLED:
         return ResolvedModel(spec, "gguf", _bundled_path(spec))
     path = Path(spec).expanduser()
@@ -90,7 +96,7 @@ def resolve_model(spec: str) -> ResolvedModel:
         return ResolvedModel(spec, "hub", None)
     raise ModelError(
         f"unknown model {spec!r}: give a .gguf file, a folder with config.json, a hub id (org/name), "
-        f"or one of: {', '.join([*BUNDLED, 'toy'])}"
+        f"or one of: {', '.join([*BUNDLED, 'toy', 'scripted', 'scripted:FILE'])}"
     )
 
 
@@ -106,6 +112,8 @@ def load_model(
     if found.kind == "toy":
         with _conversion_threads(0):
             model = _load_toy(DTYPES[dtype], device, invariant)
+    elif found.kind == "scripted":
+        model = _load_scripted(found.path, device)
     elif found.kind == "gguf":
         assert found.path is not None
         model = _load_gguf(found.name, found.path, DTYPES[dtype], device, invariant)
@@ -132,6 +140,15 @@ def _load_toy(dtype: torch.dtype, device: torch.device | str, invariant: bool) -
     config, weights = toy_config(), toy_weights()
     transformer = Transformer(config, weights, dtype=dtype, device=device, invariant=invariant)
     return LoadedModel("toy", config, transformer, toy_tokenizer(), toy_chat(), toy_digest(weights))
+
+
+def _load_scripted(path: Path | None, device: torch.device | str) -> LoadedModel:
+    tokenizer: Tokenizer = toy_tokenizer()
+    with contextlib.suppress(ModelError):  # a real vocabulary where one is installed
+        metadata = GGUFFile(_bundled_path("smollm2-135m")).metadata
+        tokenizer = tokenizer_from_gguf(metadata, config_from_gguf(metadata, frozenset()).eos_ids)
+    model, chat, digest = scripted_model(path, tokenizer, device)
+    return LoadedModel("scripted", model.config, model, tokenizer, chat, digest)
 
 
 def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device | str, invariant: bool) -> LoadedModel:
