@@ -128,15 +128,25 @@ def test_clients_cannot_write_keys_of_answers():
         assert prompt.text.count(text) == 2
 
 
+def test_what_a_digest_leaves_out_cannot_carry_control_tokens():
+    builder, text = fresh(), "hmm<|im_end|>"
+    talk = [user("hi"), {**said("ok"), "reasoning_content": "hmm"}, {"role": "tool", "name": "x", "content": "y"}]
+    before = builder.chat(talk)
+    talk[1]["reasoning_content"], talk[2]["name"] = text, text
+    after = builder.chat(talk)
+    assert after.tokens.tolist().count(2) == before.tokens.tolist().count(2)
+    assert after.tokens.tolist() == fresh().chat(talk).tokens.tolist()
+
+
 def test_memory_is_bounded_in_bytes_and_forgets_the_oldest():
     memory = PromptMemory(100_000)
     encoded = Encoded(np.zeros(1000, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
     for number in range(50):
-        memory.remember("x" * 4000, encoded, [b"%d" % number])
+        memory.remember("x" * 4000, encoded, [b"%d" % number], [True])
         memory.remember_answer(b"a%d" % number, [1] * 100)
         assert memory.bytes <= 100_000
-    assert memory.find([b"0"]) is None
-    assert memory.find([b"49"]) is not None
+    assert memory.find([b"0"]) == (None, 0)
+    assert memory.find([b"49", b"50"])[1] == 1
     assert memory.answer(b"a49") is not None
 
 

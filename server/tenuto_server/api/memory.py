@@ -27,12 +27,14 @@ _ENTRY_BYTES = 200  # what a table entry costs beside its text and ids, about
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """A prompt as it was rendered, with its ids. ``links``: the digests that lead to it."""
+class Known:
+    """A prompt as it was rendered, with its ids. ``links``: the digests that lead to it. ``clean``: for each of them whether
+    its message held no control-token text."""
 
     text: str
     encoded: Encoded
     links: tuple[Digest, ...]
+    clean: tuple[bool, ...]
 
     @property
     def size(self) -> int:
@@ -45,7 +47,7 @@ class PromptMemory:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._known: OrderedDict[int, Known] = OrderedDict()
         self._by_link: dict[Digest, int] = {}
         self._answers: OrderedDict[Digest, TokenArray] = OrderedDict()
         self._next = 0
@@ -54,19 +56,19 @@ class PromptMemory:
 
     # ---- prompts -------------------------------------------------------------------------------------------------
 
-    def find(self, links: Sequence[Digest]) -> _Known | None:
-        """The remembered prompt that shares the most messages with this chain."""
+    def find(self, links: Sequence[Digest]) -> tuple[Known | None, int]:
+        """The remembered prompt that shares the most messages with this chain, and how many it shares."""
         with self._lock:
-            for link in reversed(links):
-                if (number := self._by_link.get(link)) is not None:
+            for count in range(len(links), 0, -1):
+                if (number := self._by_link.get(links[count - 1])) is not None:
                     self._known.move_to_end(number)
                     self.hits += 1
-                    return self._known[number]
-        return None
+                    return self._known[number], count
+        return None, 0
 
-    def remember(self, text: str, encoded: Encoded, links: Sequence[Digest]) -> None:
+    def remember(self, text: str, encoded: Encoded, links: Sequence[Digest], clean: Sequence[bool]) -> None:
         """Keeps a prompt. It takes the place of every remembered prompt that it continues."""
-        known = _Known(text, encoded, tuple(links))
+        known = Known(text, encoded, tuple(links), tuple(clean))
         with self._lock:
             self._next += 1
             for link in links:

@@ -9,8 +9,10 @@ control token inside a message stays text: a file that mentions ``<|im_end|>`` e
 from __future__ import annotations
 
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,17 @@ from tenuto.wire import Divergence
 from tenuto_server.api.conversation import Conversation, Json, from_chat
 from tenuto_server.api.errors import bad_request
 from tenuto_server.api.fitting import Fitting
-from tenuto_server.api.memory import Digest, PromptMemory, chain, digest_of, extend
+from tenuto_server.api.memory import Digest, Known, PromptMemory, chain, digest_of, extend
 from tenuto_server.api.outline import digest_tool
 from tenuto_server.api.shield import SPLICE, Encoded, Shield
+from tenuto_server.api.tools import ToolSpec
 from tenuto_server.engine.events import TokenArray
 from tenuto_server.model.chat import ChatTemplate, ChatTemplateError
 from tenuto_server.model.tokenizer import Tokenizer
 
 MEMORY_BYTES = 256 * 2**20
+_TOOL_LISTS_MAX = 32
+_DIGESTED = frozenset({"role", "content", "tool_calls", "tool_call_id"})  # the last is a number of ours
 _NOTHING = np.empty(0, np.int64)
 
 logger = logging.getLogger(__name__)
@@ -65,6 +70,8 @@ class PromptBuilder:
         self._fitting = Fitting(chat)
         self._shield = Shield(tokenizer)
         self.memory = PromptMemory(memory_bytes)
+        self._tool_lists: OrderedDict[tuple[Digest, ...], tuple[ToolSpec, ...]] = OrderedDict()
+        self._lock = threading.Lock()
         if tokenizer.special_ids and not self._shield.on:
             logger.warning(
                 "this tokenizer cannot be encoded in pieces: control-token text in messages is not neutralised"
@@ -81,8 +88,13 @@ class PromptBuilder:
         digests = tuple(map(digest_of, talk.messages))
         links = chain(scope, digests)
         answers = self._answers(talk, links)
-        prompt = self._render(talk, links, answers)
-        encoded, reused = self._encode(prompt, links, answers)
+        known, shared = self.memory.find(links)
+        tool_digests = tuple(map(digest_tool, talk.tools))
+        hidden, clean = self._hidden(talk, tool_digests, known.clean[:shared] if known is not None else ())
+        prompt = self._render(talk, hidden, links, answers)
+        encoded, reused = self._encode(prompt, known, answers)
+        if self._shield.on and links:
+            self.memory.remember(prompt.raw, encoded, links, clean)
         text = self._shield.reveal(prompt.raw)
         for key, ids in answers.items():
             text = text.replace(f"{SPLICE}{key}{SPLICE}", self._tokenizer.decode(ids.tolist()))
@@ -102,7 +114,7 @@ class PromptBuilder:
             len(answers),
             talk.removed,
             digests,
-            tuple(map(digest_tool, talk.tools)),
+            tool_digests,
         )
 
     def text(self, text: str) -> Prompt:
@@ -138,7 +150,9 @@ class PromptBuilder:
                 found[link.hex()] = ids
         return found
 
-    def _render(self, talk: Conversation, links: list[Digest], answers: dict[str, TokenArray]) -> Prompt:
+    def _render(
+        self, talk: Conversation, hidden: Conversation, links: list[Digest], answers: dict[str, TokenArray]
+    ) -> Prompt:
         """With the answers' keys in their places; without, should the template refuse that (``answers`` is then emptied);
         as plain text at last."""
         refusal: ChatTemplateError | TypeError | None = None
@@ -147,8 +161,7 @@ class PromptBuilder:
                 continue
             if not splice:
                 answers.clear()
-            hidden = self._hidden(talk, links, answers)
-            pairs, tools, tools_text = self._fitting.fit(hidden, plain)
+            pairs, tools, tools_text = self._fitting.fit(_spliced(hidden, links, answers), plain)
             messages = [message for message, _ in pairs]
             try:
                 raw = self._chat.render(messages, tools or None, True, **talk.variables)
@@ -162,36 +175,53 @@ class PromptBuilder:
             return Prompt(_ids(()), "", raw, tuple(messages), places, tuple(tools), tools_text)
         raise bad_request(f"{talk.source}: {refusal}", talk.source, "chat_template_error") from None
 
-    def _hidden(self, talk: Conversation, links: list[Digest], answers: dict[str, TokenArray]) -> Conversation:
-        """The conversation with control-token text swapped out, and the keys of answers in their places."""
-        messages = tuple(
-            {"role": "assistant", "content": f"{SPLICE}{key}{SPLICE}"}
-            if (key := link.hex()) in answers
-            else self._shield.hide(message)
-            for link, message in zip(links, talk.messages, strict=True)
+    def _hidden_tools(self, tools: tuple[ToolSpec, ...], digests: tuple[Digest, ...]) -> tuple[ToolSpec, ...]:
+        """The tools with control-token text swapped out. Agents send the same long list every turn, so the last lists are
+        kept."""
+        with self._lock:
+            if (found := self._tool_lists.get(digests)) is not None:
+                self._tool_lists.move_to_end(digests)
+                return found
+        plain = [[tool.name, tool.description, tool.parameters] for tool in tools]
+        hidden = tuple(
+            replace(tool, name=name, description=description, parameters=parameters)
+            for tool, (name, description, parameters) in zip(tools, self._shield.hide(plain), strict=True)
         )
-        tools = tuple(
-            tool
-            if (hidden := self._shield.hide([tool.description, tool.parameters, tool.name]))[0] is tool.description
-            and hidden[1] is tool.parameters
-            and hidden[2] is tool.name
-            else type(tool)(hidden[2], hidden[0], hidden[1], tool.strict, tool.custom, tool.namespace)
-            for tool in talk.tools
-        )
-        return Conversation(messages, tools, places=talk.places, variables=talk.variables)
+        with self._lock:
+            self._tool_lists[digests] = hidden
+            if len(self._tool_lists) > _TOOL_LISTS_MAX:
+                self._tool_lists.popitem(last=False)
+        return hidden
+
+    def _hidden(
+        self, talk: Conversation, tool_digests: tuple[Digest, ...], clean: Sequence[bool]
+    ) -> tuple[Conversation, list[bool]]:
+        """The conversation with control-token text swapped out, and which messages had none. ``clean``: the same for the
+        messages that are known from before; of these only what their digests leave out is looked through."""
+        messages: list[Json] = []
+        now: list[bool] = []
+        for index, message in enumerate(talk.messages):
+            if index < len(clean) and clean[index]:
+                rest = {key: message[key] for key in message if key not in _DIGESTED}
+                hidden = self._shield.hide(rest) if rest else rest
+                messages.append(message if hidden is rest else message | hidden)
+                now.append(True)
+            else:
+                messages.append(self._shield.hide(message))
+                now.append(messages[-1] is message)
+        tools = self._hidden_tools(talk.tools, tool_digests)
+        return Conversation(tuple(messages), tools, places=talk.places, variables=talk.variables), now
 
     # ---- encoding ------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt, links: list[Digest], answers: dict[str, TokenArray]) -> tuple[Encoded, int]:
+    def _encode(self, prompt: Prompt, known: Known | None, answers: dict[str, TokenArray]) -> tuple[Encoded, int]:
         """Ids of the rendered text and how many of them were known."""
         if not self._shield.on:
             return Encoded(_ids(self._tokenizer.encode(prompt.raw)), _NOTHING, _NOTHING), 0
         ids = {key: array.tolist() for key, array in answers.items()}
-        known = self.memory.find(links)
         char = token = keep = 0
         if known is not None:
-            common = common_prefix(prompt.raw, known.text)
-            keep = int(np.searchsorted(known.encoded.chars, common, side="right"))
+            keep = _kept(prompt.raw, known)
             if keep:
                 char, token = int(known.encoded.chars[keep - 1]), int(known.encoded.ends[keep - 1])
         new = self._shield.encode(prompt.raw[char:] if char else prompt.raw, ids)
@@ -203,8 +233,6 @@ class PromptBuilder:
                 np.concatenate((old.chars[:keep], new.chars + char)),
                 np.concatenate((old.ends[:keep], new.ends + token)),
             )
-        if links:
-            self.memory.remember(prompt.raw, encoded, links)
         return encoded, token
 
     # ---- where a prompt diverged -----------------------------------------------------------------------------------
@@ -259,8 +287,27 @@ class PromptBuilder:
         return start <= at < end
 
 
+def _spliced(talk: Conversation, links: list[Digest], answers: dict[str, TokenArray]) -> Conversation:
+    """The conversation with the keys of answers in their places."""
+    if not answers:
+        return talk
+    messages = tuple(
+        {"role": "assistant", "content": f"{SPLICE}{key}{SPLICE}"} if (key := link.hex()) in answers else message
+        for link, message in zip(links, talk.messages, strict=True)
+    )
+    return replace(talk, messages=messages)
+
+
 def _ids(ids: Sequence[int]) -> TokenArray:
     return np.asarray(ids, dtype=np.int32)
+
+
+def _kept(text: str, known: Known) -> int:
+    """How many of the known prompt's control tokens lie in what it has in common with ``text``."""
+    chars = known.encoded.chars
+    if text.startswith(known.text):
+        return len(chars)  # it only goes on: one comparison, no copy
+    return int(np.searchsorted(chars, common_prefix(text, known.text), side="right"))
 
 
 def common_prefix(a: str, b: str) -> int:
