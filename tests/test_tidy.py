@@ -100,6 +100,8 @@ ALLOWED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "tenuto_server.bench",
             "tenuto_server.sim",
+            "tenuto_server.api",
+            "tenuto_server.model",
             "tenuto_server.config",
             "tenuto_server.errors",
             "tenuto",

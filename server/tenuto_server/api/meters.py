@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,14 +16,16 @@ _GAP = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _LONG = (0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TIERS = frozenset({"device", "host", "disk"})
 _LABELS = frozenset({"cold", "mutation", "retention", "capacity"})
+Figures = Callable[[], Mapping[str, Any]]
 _OUTCOMES = frozenset({"accepted", "clipped", "deferred", "rejected", "missing"})
 _CLASSES = frozenset({"tool", "human", "subagent", "permission", "background", "unknown", "compaction"})
 
 
 class Meters:
-    """Histograms are filled by ``generation``; everything else is read from the loop's snapshot when asked."""
+    """Histograms are filled by ``generation``; everything else is read when asked, from the loop's snapshot and from
+    ``figures``: gauges and counters (``_total``) of the HTTP side by name, as the engine gives its own."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineLoop, figures: Figures = dict) -> None:
         self.registry = CollectorRegistry()
         all_in = self.registry
         self.ttft = Histogram("tenuto_ttft_seconds", "Arrival to first token.", buckets=_TTFT, registry=all_in)
@@ -35,7 +37,7 @@ class Meters:
         self.responses = Counter(
             "tenuto_http_responses", "Answers by route and status.", ["route", "status"], registry=all_in
         )
-        self.registry.register(_LoopCollector(loop))
+        self.registry.register(_LoopCollector(loop, figures))
 
     def text(self) -> bytes:
         """The exposition format, UTF-8."""
@@ -45,8 +47,8 @@ class Meters:
 class _LoopCollector(Collector):
     """Every number in the loop's snapshot as ``tenuto_<name>``; a nested mapping becomes one metric with a label."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: EngineLoop, figures: Figures) -> None:
+        self._loop, self._figures = loop, figures
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -55,7 +57,8 @@ class _LoopCollector(Collector):
         snapshot = self._loop.snapshot()
         yield _metric("tenuto_engine_healthy", float(bool(snapshot.get("healthy"))))
         engine, executor = snapshot.pop("engine", {}), snapshot.pop("executor", {})
-        for prefix, figures in (("tenuto_", engine), ("tenuto_loop_", snapshot), ("tenuto_executor_", executor)):
+        rest = (("tenuto_loop_", snapshot), ("tenuto_executor_", executor), ("tenuto_", self._figures()))
+        for prefix, figures in (("tenuto_", engine), *rest):
             for name, value in figures.items():
                 yield from _metrics(prefix + _clean(name), value)
 

@@ -144,9 +144,9 @@ class Service:
     def __post_init__(self) -> None:
         self.keys = KeyRing(self.config.api_keys)
         self.prompts = PromptBuilder(self.model.tokenizer, self.model.chat, self.config.prompt_memory_bytes)
-        self.meters = Meters(self.loop)
         chat = self.model.chat
         self.traffic = Traffic()
+        self.meters = Meters(self.loop, self._figures)
         self.responses = ResponseStore(self.config.stored_responses_bytes)
         self.format = tool_format([chat.source, chat.tool_source], self.config.tool_format)
         marks = (self.model.tokenizer.token_id(marker) for marker in self.format.markers)
@@ -154,6 +154,16 @@ class Service:
         self._pump: Pump | None = None
         self._tokenizing = anyio.CapacityLimiter(2)
         self._compiling = anyio.CapacityLimiter(1)
+
+    def _figures(self) -> dict[str, float | dict[str, float]]:
+        """What this side holds and has concluded, for the meters."""
+        return {
+            "api_inferred_total": {name: float(count) for name, count in sorted(self.traffic.counts.items())},
+            "api_sessions_tracked": float(self.traffic.sessions),
+            "api_prompt_memory_bytes": float(self.prompts.memory.bytes),
+            "api_prompt_memory_hits_total": float(self.prompts.memory.hits),
+            "api_stored_responses_bytes": float(self.responses.bytes),
+        }
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Stops the engine, then flushes and releases what it used. False if the engine did not end in time."""
