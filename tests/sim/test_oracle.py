@@ -66,6 +66,15 @@ def test_no_policy_beats_it(synthetic: Trace, small: Workload, frac: float) -> N
     assert best["missed_tokens"] >= best["missed_tokens_unbound"]
 
 
+@pytest.mark.parametrize(
+    "name", ["continuum", "continuum-released", "infercept", "tokencake", "kvflow", "mori", "gdsf"]
+)
+def test_published_policies_run_by_name(synthetic: Trace, small: Workload, name: str) -> None:
+    """None beats the oracle, and none is so bad that it cannot have been meant: costs are in plausible seconds."""
+    best, plain = (simulate(synthetic, Setup(policy, 0.4, 5), small)["missed_tokens"] for policy in ("oracle", "lru"))
+    assert best <= simulate(synthetic, Setup(name, 0.4, 5), small)["missed_tokens"] < 2 * plain
+
+
 def test_uses_are_what_the_harness_sends(synthetic: Trace, small: Workload) -> None:
     counted = [u for u in uses(small, 64) if u.counts]
     row = simulate(synthetic, Setup("lru", 0.5, 5), small)

@@ -28,8 +28,9 @@ from tenuto_server.sim.world import World
 _STEPS_MAX = 1 << 40
 _CHUNK_TOKENS = 8192
 _MOVE_TOKENS = 8192
-# Without timing, what loading costs beside recomputing (h100-8b at 32K: 19 and 4.6 times faster).
-_HOST_FACTOR, _DISK_FACTOR = 19.0, 4.6
+# Without timing nothing takes time, but policies weigh costs: a token costs the same at every position, as many seconds as
+# h100-8b takes on average to 32K, and loading it is 19 (host) and 4.6 (disk) times faster.
+_TOKEN_S, _HOST_FACTOR, _DISK_FACTOR = 5e-5, 19.0, 4.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,10 @@ def engine_config(setup: Setup, policy: Policy, capacity: int, machine: Machine 
         hint_rate_per_s=1e9,
         hint_burst=1 << 30,
         journal_entries_max=1000,
-        prefill_a_s=machine.prefill_a_s * unit if machine else 1.0,
+        prefill_a_s=(machine.prefill_a_s if machine else _TOKEN_S) * unit,
         prefill_b_s=machine.prefill_b_s * unit * unit if machine else 0.0,
-        host_bytes_per_s=machine.host_bps if machine else _HOST_FACTOR,
-        disk_bytes_per_s=machine.disk_bps if machine else _DISK_FACTOR,
+        host_bytes_per_s=machine.host_bps if machine else _HOST_FACTOR / (_TOKEN_S * unit),
+        disk_bytes_per_s=machine.disk_bps if machine else _DISK_FACTOR / (_TOKEN_S * unit),
         block_bytes=machine.kv_bytes * unit if machine else 1,
     )
 
