@@ -305,7 +305,7 @@ class Generation:
     def tenuto(self) -> dict[str, Any]:
         """The ``tenuto`` object: the cache report, with what only this side knows filled in."""
         update: dict[str, Any] = {"receipts": (*self._job.receipts, *self.report.receipts)}
-        if self.report.session is None:
+        if self.session is not None:
             update["session"] = self.session
         if self.ttft_s is not None:  # from the arrival of the request, which the engine cannot know
             update["ttft_s"] = self.ttft_s
