@@ -7,7 +7,8 @@ Paths, by name (`PackedLinear.kind`):
 
 - `native`: the C++ operator: the weight in its own precision, fp32 arithmetic, rows batch-invariant. The default where a
   compiler is found and the processor has no bf16 arithmetic; the only one that needs no second copy of a bf16 weight
-  to be fast on such a processor.
+  to be fast on such a processor, and the only one that reads quantised weights as they are (the others take their dense
+  form in `dtype`).
 - `onednn-bf16`: prepacked oneDNN with bf16 activations: for processors with bf16 arithmetic (AVX512-BF16, AMX), where
   a short measurement decides between it and `native`.
 - `onednn-fp32`: prepacked oneDNN in fp32: fp32 weights without a compiler, or an fp32 copy of bf16 ones.
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 from tenuto_kernels.cpu import native
+from tenuto_kernels.cpu.native_panels import Panels
+from tenuto_kernels.quant import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +43,20 @@ class PackedLinear:
     """`y = x @ weight.T + bias` with the weight in the layout its path wants.
 
     Called with x [T, I] in fp32 or bf16, it returns [T, O] in x's dtype. `nbytes` counts everything it keeps. `panels`
-    is the weight as the native code reads it, where `kind` is `native`.
+    is the weight as the native code reads it, where `kind` is `native`; `bits`: of one weight.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kind: str) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, kind: str) -> None:
         self.out_features, self.in_features = int(weight.shape[0]), int(weight.shape[1])
         self.kind = kind
         self._run: Callable[[Tensor], Tensor]
-        self.panels: native.Panels | None = None
+        self.panels: Panels | None = None
         if kind == "native":
-            self.panels = native.Panels(weight, bias)
+            self.panels = Panels(weight, bias)
             self._run = self.panels
             kept = [self.panels.data, self.panels.bias]
         else:
+            assert isinstance(weight, Tensor)
             own = {"torch": weight.dtype, "onednn-bf16": torch.bfloat16}
             self._compute = own.get(kind, torch.float32)
             self._weight = weight.to(self._compute).contiguous()
@@ -61,6 +65,7 @@ class PackedLinear:
             if kind.startswith("onednn"):
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
             self._run = {"torch": self._plain, "tiled": self._tiled}.get(kind, self._onednn)
+        self.bits = weight.bits if isinstance(weight, QuantizedWeight) else 8 * weight.element_size()
         self.nbytes = sum(t.numel() * t.element_size() for t in kept if t is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ class PackedLinear:
 
 
 def pack_linear(
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None = None,
     *,
     dtype: torch.dtype,
@@ -92,21 +97,35 @@ def pack_linear(
 ) -> PackedLinear:
     """Pack weight [O, I] (and bias [O]) for repeated products.
 
-    `dtype` is the precision of the weight's values (bf16 or fp32): the weight is rounded to it first. `invariant` asks
+    A quantised weight stays what it is on the native path. `dtype` is the precision of the weight's values (bf16 or fp32): the weight is rounded to it first. `invariant` asks
     for rows whose bits do not depend on how many other rows share the call. `keep_fp32=False` forbids holding a bf16
     weight in fp32, for models whose fp32 copy would not fit (batch invariance without a compiler needs one all the
     same). Raises ValueError on shapes or a dtype it does not take.
     """
-    if weight.dim() != 2:
+    if len(weight.shape) != 2:
         raise ValueError(f"weight must be [O, I], got {tuple(weight.shape)}")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {dtype}")
+    if isinstance(weight, QuantizedWeight):
+        if weight.codes.device.type == "cpu" and takes_quantized():
+            return PackedLinear(weight, bias, "native")
+        weight = weight.dense(dtype)
     weight = weight.detach().to(dtype)
     if weight.device.type != "cpu":
         return PackedLinear(weight, bias, "torch")
     return PackedLinear(weight, bias, _path(dtype, invariant, keep_fp32))
+
+
+def takes_quantized() -> bool:
+    """Whether quantised weights are read as they are on this machine's CPU (rather than in their dense form)."""
+    return os.environ.get("TENUTO_LINEAR", "native") == "native" and native.available()
+
+
+def fast_bf16() -> bool:
+    """Whether the processor multiplies bf16: dense bf16 weights are then faster at large batches than quantised ones."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _path(dtype: torch.dtype, invariant: bool, keep_fp32: bool) -> str:
@@ -128,8 +147,7 @@ def _choose(dtype: torch.dtype, invariant: bool, keep_fp32: bool) -> str:
     if invariant:
         return "native" if compiled else "tiled"
     onednn = _onednn_works()
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    if dtype == torch.bfloat16 and has_bf16 and onednn:
+    if dtype == torch.bfloat16 and fast_bf16() and onednn:
         return _faster("native", "onednn-bf16") if compiled else "onednn-bf16"
     if compiled:
         return "native"

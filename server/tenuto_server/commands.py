@@ -8,25 +8,21 @@ Exit status: 0 ended as asked, 1 could not start (the reason and what to do are 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import hashlib
 import logging
-import os
 import platform
-import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto_server.config import CacheConfig, EngineConfig, ServerConfig, parse_bytes
+from tenuto_server.config import CacheConfig, EngineConfig, ServerConfig
 from tenuto_server.errors import ConfigError, TenutoServerError
+from tenuto_server.options import config_from, secret_of, serve_parser
 
 if TYPE_CHECKING:
     from tenuto_server.api.service import Service
@@ -36,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SECRET_CHARS_MIN = 16
-DISK_BYTES_DEFAULT = 8 * 2**30
 _DEVICE_BLOCKS_MIN = 8
 
 Say = Callable[[str], None]
@@ -45,7 +39,7 @@ Say = Callable[[str], None]
 
 def serve(argv: list[str]) -> int:
     """``tenuto serve``."""
-    args = _parser().parse_args(argv)
+    args = serve_parser().parse_args(argv)
     try:
         config = config_from(args)
         _setup_logging(config)
@@ -72,137 +66,10 @@ def bench(argv: list[str]) -> int:
     return int(import_module("tenuto_server.bench").main(argv) or 0)
 
 
-# ---- settings ----------------------------------------------------------------------------------------------------
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _key(text: str) -> tuple[str, str]:
-    name, equals, key = text.partition("=")
-    if not (name and equals and key):
-        raise argparse.ArgumentTypeError("write NAME=KEY; NAME is the tenant")
-    return name, key
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tenuto serve",
-        description="Serve a model over an OpenAI-compatible API, keeping KV through the pauses of agents.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    default = ServerConfig()
-    group = parser.add_argument_group("model")
-    add = group.add_argument
-    add("--model", default=default.model, help="GGUF file, safetensors folder, bundled name, hub id, or toy")
-    add("--tool-format", help="how the model writes tool calls (default: what its chat template shows)")
-    add("--dtype", default=default.dtype, choices=("bf16", "fp32"), help="storage precision of weights and KV")
-    add("--device", default=default.device, help="auto, cpu, cuda or cuda:N")
-    add("--threads", type=int, help="CPU threads of the model (default: torch's choice)")
-    add("--max-context", type=int, dest="max_context_tokens", help="tokens of context (default: the model's)")
-    add("--step-tokens", type=int, dest="step_tokens_max", help="tokens computed in one step")
-    add("--invariant", action="store_true", help="make every result independent of its batch (slower; for tests)")
-    group = parser.add_argument_group("KV tiers")
-    add = group.add_argument
-    add("--device-bytes", type=_size, default="512MiB", help="KV memory on the device")
-    add("--host-bytes", type=_size, default="2GiB", help="KV memory on the host (0: none)")
-    add("--disk-bytes", type=_size, help="KV space on disk (default: 8GiB where --disk-dir is given)")
-    add("--disk-dir", type=Path, help="where KV is kept on disk; survives restarts")
-    add("--host-bandwidth", type=_size, help="limit the host tier to so many bytes a second, to mimic other hardware")
-    add("--disk-bandwidth", type=_size, help="limit the disk tier to so many bytes a second")
-    add("--block-tokens", type=int, default=default.block_tokens, help="tokens in one KV block")
-    add("--policy", default=default.policy, help="what decides how long KV is kept: tenuto, tenuto:none, lru, ...")
-    group = parser.add_argument_group("network and access")
-    add = group.add_argument
-    add("--host", default=default.host, help="address to listen on")
-    add("--port", type=int, default=default.port, help="port to listen on; 0 picks a free one")
-    add("--port-file", type=Path, help="write the port there once the server is ready")
-    add("--api-key", type=_key, action="append", dest="api_keys", metavar="NAME=KEY", help="may be repeated")
-    add(
-        "--secret",
-        help="roots the block hashes, 16 characters or more (default: $TENUTO_SECRET, else kept in --disk-dir)",
-    )
-    add("--inbox", type=int, default=default.inbox_max, dest="inbox_max", help="turns that may wait; then 429")
-    add("--max-body", type=_size, default="32MiB", dest="body_bytes_max", help="largest request body")
-    add("--max-header", type=_size, default="32KiB", dest="header_bytes_max", help="largest request head")
-    add(
-        "--grace",
-        type=float,
-        default=10.0,
-        dest="grace_s",
-        metavar="S",
-        help="seconds running turns may take at the end",
-    )
-    group = parser.add_argument_group("records")
-    add = group.add_argument
-    add("--journal", type=Path, dest="journal_path", help="append every decision there, one JSON line each")
-    add("--log-level", default=default.log_level, choices=("debug", "info", "warning", "error"))
-    return parser
-
-
-def config_from(args: argparse.Namespace) -> ServerConfig:
-    """The settings of a command line. Raises ``ConfigError`` for what cannot be."""
-    known = {field.name for field in fields(ServerConfig)}
-    given: dict[str, Any] = {key: value for key, value in vars(args).items() if key in known}
-    given["api_keys"] = dict(given.get("api_keys", ()))
-    given.setdefault("secret", os.environ.get("TENUTO_SECRET") or None)
-    if given.get("disk_dir") is not None:
-        given.setdefault("disk_bytes", DISK_BYTES_DEFAULT)
-    config = ServerConfig(**given)
-    if config.disk_bytes and config.disk_dir is None:
-        raise ConfigError("--disk-bytes needs --disk-dir: say where the disk tier may live")
-    if config.secret is not None and len(config.secret) < SECRET_CHARS_MIN:
-        raise ConfigError(f"--secret must have at least {SECRET_CHARS_MIN} characters, got {len(config.secret)}")
-    for name, least in (("block_tokens", 1), ("threads", 1), ("step_tokens_max", 1), ("max_context_tokens", 2)):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    if not 0 <= config.port <= 65535:
-        raise ConfigError(f"--port must be between 0 and 65535, got {config.port}")
-    return config
-
-
 def _setup_logging(config: ServerConfig) -> None:
     from tenuto_server.telemetry import setup_logging
 
     setup_logging(config.log_level)
-
-
-def secret_of(config: ServerConfig) -> bytes:
-    """The server's secret, 32 bytes: the one that was set, else the one kept in the disk directory (made at first use),
-    else a fresh one, since nothing then outlives the process. Raises ``ConfigError``."""
-    if config.secret is not None:
-        return hashlib.sha256(config.secret.encode()).digest()
-    if config.disk_dir is None:
-        return secrets.token_bytes(32)
-    path = config.disk_dir / "secret"
-    try:
-        config.disk_dir.mkdir(parents=True, exist_ok=True)
-        # Under another name first: a crash must not leave half a secret, which would lose all blocks at the next start.
-        fresh = path.with_name(f"secret.{os.getpid()}")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
-        try:
-            os.link(fresh, path)
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
-    except OSError as error:
-        if not path.exists():
-            raise ConfigError(f"--disk-dir {config.disk_dir}: {error.strerror}; choose a writable directory") from None
-    try:
-        secret = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--disk-dir {config.disk_dir}: cannot read its secret ({error.strerror})") from None
-    if len(secret) < SECRET_CHARS_MIN:
-        raise ConfigError(f"{path} is damaged; remove it (cached blocks are then computed anew) or pass --secret")
-    return secret
 
 
 # ---- wiring ------------------------------------------------------------------------------------------------------
@@ -234,8 +101,11 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
     if config.dtype not in ("bf16", "fp32"):
         raise ConfigError(f"--dtype must be bf16 or fp32, got {config.dtype!r}")
     precision: Any = config.dtype
-    model = load_model(config.model, dtype=precision, device=device, invariant=config.invariant)
-    say(f"  model    {model.name}, {config.dtype} on {device}, loaded in {time.perf_counter() - began:.1f} s")
+    form: Any = config.weights
+    model = load_model(config.model, dtype=precision, device=device, invariant=config.invariant, weights=form)
+    say(
+        f"  model    {model.name}, {_precision(config, model)} on {device}, loaded in {time.perf_counter() - began:.1f} s"
+    )
     executor, engine_config, identity = _executor(config, model, secret, say)
     journal = _JournalFile(config.journal_path) if config.journal_path else None
     engine = Engine(engine_config, policy, identity, journal.write if journal else None)
@@ -254,6 +124,12 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
         model.tokenizer, model.config.vocab_size, model.config.eos_ids, service.shown_ids
     )
     return service
+
+
+def _precision(config: ServerConfig, model: LoadedModel) -> str:
+    """The numbers the KV was made with, as part of every block's identity."""
+    form = model.transformer.weights_form
+    return config.dtype if form == "dense" else f"{config.dtype}, {form} weights"
 
 
 def _device(wanted: str) -> str:
@@ -287,7 +163,7 @@ def _executor(
             f"--device-bytes {config.device_bytes} holds {device_blocks} KV blocks of {size} bytes; "
             f"give at least {_DEVICE_BLOCKS_MIN * size}"
         )
-    identity = RootIdentity(model.digest, "", config.dtype, LAYOUT_VERSION, config.block_tokens, secret)
+    identity = RootIdentity(model.digest, "", _precision(config, model), LAYOUT_VERSION, config.block_tokens, secret)
     disk = _disk(config, identity.family(), size)
     try:
         executor = TorchExecutor(

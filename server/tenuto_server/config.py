@@ -73,6 +73,7 @@ class ServerConfig:
     model: str = "smollm2-135m"
     tool_format: str | None = None
     dtype: str = "bf16"
+    weights: str = "auto"
     device: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tenuto_server import commands, telemetry
+from tenuto_server import commands, options, telemetry
 from tenuto_server.config import ServerConfig
 from tenuto_server.errors import ConfigError
 
 
 def config_of(*argv: str) -> ServerConfig:
-    return commands.config_from(commands._parser().parse_args(list(argv)))
+    return options.config_from(options.serve_parser().parse_args(list(argv)))
 
 
 @pytest.fixture
@@ -104,15 +104,15 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(capsys, own_logging):
 
 def test_the_secret_outlives_the_process_only_beside_a_disk(tmp_path):
     kept = ServerConfig(disk_dir=tmp_path, disk_bytes=1)
-    assert commands.secret_of(kept) == commands.secret_of(kept)
+    assert options.secret_of(kept) == options.secret_of(kept)
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     assert [p.name for p in tmp_path.iterdir()] == ["secret"]
-    assert commands.secret_of(ServerConfig()) != commands.secret_of(ServerConfig())
+    assert options.secret_of(ServerConfig()) != options.secret_of(ServerConfig())
     named = ServerConfig(secret="a secret of many characters")
-    assert commands.secret_of(named) == commands.secret_of(named) != commands.secret_of(kept)
+    assert options.secret_of(named) == options.secret_of(named) != options.secret_of(kept)
     (tmp_path / "secret").write_bytes(b"x")
     with pytest.raises(ConfigError, match="damaged"):
-        commands.secret_of(kept)
+        options.secret_of(kept)
 
 
 def test_importing_the_commands_is_cheap():

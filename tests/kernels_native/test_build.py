@@ -84,12 +84,19 @@ def test_lesser_processors_compute_the_same(tmp_path: Path, architecture: str) -
     code = """
 import torch
 from tenuto_kernels.cpu import native, native_torch
+from tenuto_kernels.cpu.native_panels import Panels
 assert native.available()
 torch.manual_seed(0)
 x, weight, bias = torch.randn(21, 77), torch.randn(101, 77).bfloat16(), torch.randn(101)
-linear = native.Panels(weight, bias)
+linear = Panels(weight, bias)
 assert (linear(x) - (x.double() @ weight.double().T + bias)).abs().max() < 1e-4
 assert all(torch.equal(linear(x[:n]), linear(x)[:n]) for n in (1, 2, 7, 20))
+from tenuto_kernels.quant import quantize
+for bits in (4, 8):
+    weight = quantize(torch.randn(101, 96), bits)
+    linear, x = Panels(weight), torch.randn(21, 96)
+    assert (linear(x) - x.double() @ weight.dense(torch.float64).T).abs().max() < 1e-4
+    assert all(torch.equal(linear(x[:n]), linear(x)[:n]) for n in (1, 2, 4, 5, 20))
 pool, q = torch.randn(30, 1, 2, 3, 16, 64).bfloat16(), torch.randn(50, 9, 64)
 table, out, expected = torch.randperm(30)[None].int(), torch.empty_like(q), torch.empty_like(q)
 start, context = torch.tensor([0, 50], dtype=torch.int32), torch.tensor([400], dtype=torch.int32)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tenuto_kernels.cpu import native, native_torch
+from tenuto_kernels.cpu.native_panels import Panels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {FP32: 3e-6, BF16: 2**-7}
@@ -180,7 +181,7 @@ def test_callers_on_several_threads_get_right_answers() -> None:
     if not native.available():
         pytest.skip("no native CPU operators here")
     weight, x = torch.randn(300, 200), torch.randn(40, 200)
-    linear = native.Panels(weight)
+    linear = Panels(weight)
     expected = linear(x)
 
     def calls(rows: int) -> bool:

@@ -58,6 +58,17 @@ def test_tensors_decode_to_the_same_bits_as_the_package(tmp_path: Path, kind: st
     assert np.array_equal(tensor.numpy(), expected)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_stored_codes_mean_the_same_numbers(tmp_path: Path, kind: str) -> None:
+    expected = write(tmp_path / "m.gguf")[kind]
+    stored = GGUFFile(tmp_path / "m.gguf").read_quantized(kind)
+    if kind not in ("Q4_0", "Q4_1", "Q8_0"):
+        assert stored is None
+        return
+    assert stored is not None
+    assert np.array_equal(stored.dense(torch.float32).numpy(), expected)
+
+
 def test_bf16_is_the_rounded_fp32(tmp_path: Path) -> None:
     expected = write(tmp_path / "m.gguf")["Q4_1"]
     tensor = GGUFFile(tmp_path / "m.gguf").read("Q4_1", torch.bfloat16)

@@ -1,7 +1,7 @@
 // The small C ABI behind native.py: linear layers, norms, activation, rotary embedding with KV write.
 // Attention is in native_attention.cpp, a whole decoder in native_decoder.cpp. No state: every buffer belongs to the caller.
 //
-// Conventions: `*_bf16` flags say which of fp32 / bf16 a buffer holds; `threads` is the caller's thread count.
+// Conventions: `*_bf16` flags say which of fp32 / bf16 a buffer holds, `w_kind` what a weight is; `threads` is the caller's thread count.
 
 #include "native_ops.h"
 
@@ -9,16 +9,21 @@ extern "C" {
 
 int tn_panel_width() { return NR; }
 
-void tn_linear(const void* x, int x_bf16, const void* w, int w_bf16, const float* bias, void* out, int64_t M, int64_t O,
+// Bytes of a panel of K inputs whose weights are of `kind` (with_weights).
+int64_t tn_panel_bytes(int64_t kind, int64_t K) {
+    int64_t bytes = 0;
+    with_weights(nullptr, kind, [&](auto w) { bytes = (const char*)w.panel(1, K).data - (const char*)w.data; });
+    return bytes;
+}
+
+void tn_linear(const void* x, int x_bf16, const void* w, int w_kind, const float* bias, void* out, int64_t M, int64_t O,
                int64_t K, int threads) {
-    if (x_bf16 && w_bf16)
-        linear((const uint16_t*)x, (const uint16_t*)w, bias, (uint16_t*)out, M, O, K, false, threads);
-    else if (x_bf16)
-        linear((const uint16_t*)x, (const float*)w, bias, (uint16_t*)out, M, O, K, false, threads);
-    else if (w_bf16)
-        linear((const float*)x, (const uint16_t*)w, bias, (float*)out, M, O, K, false, threads);
-    else
-        linear((const float*)x, (const float*)w, bias, (float*)out, M, O, K, false, threads);
+    with_weights(w, w_kind, [&](auto weights) {
+        if (x_bf16)
+            linear((const uint16_t*)x, weights, bias, (uint16_t*)out, M, O, K, false, threads);
+        else
+            linear((const float*)x, weights, bias, (float*)out, M, O, K, false, threads);
+    });
 }
 
 void tn_rms_norm(const void* x, int bf16, const float* weight, void* out, int64_t rows, int64_t H, float eps,

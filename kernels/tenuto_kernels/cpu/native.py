@@ -33,60 +33,6 @@ def _takes(*tensors: Tensor) -> bool:
     return all(t.dtype in _FLOATS and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 
-class Panels:
-    """A weight [O, I] (bf16 or fp32) as the native code reads it: panels [ceil(O / width), I, width], zero-padded.
-
-    Raises RuntimeError where the native library is not available.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        loaded = library()
-        if loaded is None:
-            raise RuntimeError("native CPU operators are not available")
-        self.out_features, self.in_features = int(weight.shape[0]), int(weight.shape[1])
-        width = loaded.tn_panel_width()
-        count = -(-self.out_features // width)
-        self.data = weight.new_zeros(count, self.in_features, width)
-        whole = self.out_features // width
-        self.data[:whole] = weight[: whole * width].view(whole, width, self.in_features).transpose(1, 2)
-        if whole < count:
-            rest = weight[whole * width :]
-            self.data[whole, :, : rest.shape[0]] = rest.T
-        self.bias = None if bias is None else bias.float().contiguous()
-        self._call = loaded.tn_linear
-        self._point()
-
-    def move(self, buffer: Tensor) -> None:
-        """Keep the weight in `buffer` (uint8, large enough, aligned) from now on."""
-        size = self.data.numel() * self.data.element_size()
-        self.data = buffer[:size].view(self.data.dtype).view(self.data.shape).copy_(self.data)
-        self._point()
-
-    def _point(self) -> None:
-        self._weight = self.data.data_ptr(), _bf16(self.data), 0 if self.bias is None else self.bias.data_ptr()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, I], fp32 or bf16 -> [T, O] in x's dtype, accumulated in fp32."""
-        if x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(f"x must be [T, {self.in_features}], got {tuple(x.shape)}")
-        x = x.contiguous()
-        out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
-        weight, bf16, bias = self._weight
-        self._call(
-            x.data_ptr(),
-            _bf16(x),
-            weight,
-            bf16,
-            bias,
-            out.data_ptr(),
-            x.shape[0],
-            self.out_features,
-            self.in_features,
-            torch.get_num_threads(),
-        )
-        return out
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """out = x / sqrt(mean(x²) + eps) * weight over the last dimension; weight in fp32; out may be x."""
     loaded = library()

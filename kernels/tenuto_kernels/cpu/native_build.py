@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +34,7 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-Wno-ignored-attributes")
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "tn_panel_width": [],
+    "tn_panel_bytes": [_long, _long],
     "tn_linear": [_pointer, _int, _pointer, _int, _pointer, _pointer, _long, _long, _long, _int],
     "tn_rms_norm": [_pointer, _int, _pointer, _pointer, _long, _long, _float, _int],
     "tn_silu_mul": [_pointer, _int, _pointer, _long, _long, _int],
@@ -41,7 +43,7 @@ _SIGNATURES = {
     "tn_paged_prefill": [_pointer, _int, _pointer, _int, *[_pointer] * 3, _float, _pointer, _pointer, _int],
     "tn_forward": [_pointer, _pointer, _pointer, _pointer, _int],
 }
-_RETURNING = ("tn_panel_width", "tn_rope_store", "tn_paged_decode", "tn_paged_prefill", "tn_forward")
+_RETURNING = ("tn_panel_width", "tn_panel_bytes", "tn_rope_store", "tn_paged_decode", "tn_paged_prefill", "tn_forward")
 
 
 class BuildError(Exception):
@@ -116,11 +118,13 @@ def _compile(compiler: str, target: Path) -> None:
     deadline = time.monotonic() + BUILD_LIMIT_S
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [Path(scratch) / f"{source}.o" for source in _SOURCES]
-        for source, compiled in zip(_SOURCES, objects, strict=True):
-            _run(
-                [compiler, *_FLAGS, f"-march={_architecture()}", "-c", str(here / source), "-o", str(compiled)],
-                deadline,
-            )
+        flags = [*_FLAGS, f"-march={_architecture()}", "-c"]
+        with ThreadPoolExecutor(len(_SOURCES)) as pool:
+            commands = [
+                [compiler, *flags, str(here / source), "-o", str(compiled)]
+                for source, compiled in zip(_SOURCES, objects, strict=True)
+            ]
+            list(pool.map(lambda command: _run(command, deadline), commands))
         built = Path(scratch) / target.name
         _run([compiler, "-shared", *map(str, objects), "-pthread", "-o", str(built)], deadline)
         os.replace(built, target)

@@ -14,7 +14,7 @@ namespace {
 struct Linear {
     const void* weight;  // panels
     const float* bias;
-    int64_t outputs, inputs, bf16;
+    int64_t outputs, inputs, kind;
 };
 
 struct Layer {
@@ -45,10 +45,8 @@ void multiply(const Linear& l, const float* x, float* out, int64_t M, bool add, 
             for (int64_t i = 0; i < l.outputs; i++) out[m * l.outputs + i] += bias[i];
         bias = nullptr;
     }
-    if (l.bf16)
-        linear(x, (const uint16_t*)l.weight, bias, out, M, l.outputs, l.inputs, add, threads);
-    else
-        linear(x, (const float*)l.weight, bias, out, M, l.outputs, l.inputs, add, threads);
+    with_weights(l.weight, l.kind,
+                 [&](auto w) { linear(x, w, bias, out, M, l.outputs, l.inputs, add, threads); });
 }
 
 // act [M, F] = silu(gate) * up; `both` [M, 2F] is working memory.
@@ -56,12 +54,8 @@ void mlp_in(const Linear& l, const float* x, float* both, float* act, int64_t M,
     if (l.bias || F % NR) {
         multiply(l, x, both, M, false, threads);
         silu_mul(both, act, M, F, threads);
-    } else if (l.bf16) {
-        const uint16_t* w = (const uint16_t*)l.weight;
-        gated(x, w, w + F * l.inputs, act, M, F, l.inputs, threads);
     } else {
-        const float* w = (const float*)l.weight;
-        gated(x, w, w + F * l.inputs, act, M, F, l.inputs, threads);
+        with_weights(l.weight, l.kind, [&](auto w) { gated(x, w, act, M, F, l.inputs, threads); });
     }
 }
 

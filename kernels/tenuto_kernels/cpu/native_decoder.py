@@ -21,7 +21,7 @@ _pointer, _long, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("weight", _pointer), ("bias", _pointer), ("outputs", _long), ("inputs", _long), ("bf16", _long)]
+    _fields_ = [("weight", _pointer), ("bias", _pointer), ("outputs", _long), ("inputs", _long), ("kind", _long)]
 
 
 class _Layer(ctypes.Structure):
@@ -166,8 +166,7 @@ def _linear(packed: PackedLinear) -> _Linear:
     panels = packed.panels
     assert panels is not None
     bias = None if panels.bias is None else panels.bias.data_ptr()
-    bf16 = panels.data.dtype == torch.bfloat16
-    return _Linear(panels.data.data_ptr(), bias, packed.out_features, packed.in_features, bf16)
+    return _Linear(panels.data.data_ptr(), bias, packed.out_features, packed.in_features, panels.kind)
 
 
 def _layer(layer: DecoderLayer) -> _Layer:

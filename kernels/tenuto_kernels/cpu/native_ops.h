@@ -6,6 +6,9 @@
 
 #include "native.h"
 #include "native_pool.h"
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -53,25 +56,148 @@ struct Target {
     }
 };
 
+// ---- weights as the products read them -------------------------------------------------------------------------
+
+// fp32 or bf16: panels [K, NR].
+template <typename T>
+struct Dense {
+    const T* data;
+    static constexpr int STREAM = MR;  // up to this many rows a panel is read as it streams by
+
+    Dense panel(int64_t p, int64_t K) const { return {data + p * K * NR}; }
+    const char* ahead(int64_t k) const { return (const char*)(data + k * NR); }
+    void wide(int64_t k, int64_t depth, float* out) const { ::widen(data + k * NR, out, depth * NR); }
+    void stream(int rows, const float* a, int64_t K, Sums s) const { tile_rows<false>(rows, a, K, data, s, K, ahead(0)); }
+};
+
+INLINE vf load_half(const uint16_t* p) {  // fp16
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) {
+        const uint32_t h = p[i], exponent = h >> 10 & 31, mantissa = h & 1023;
+        const float size = exponent ? std::ldexp(1.0f + mantissa / 1024.0f, (int)exponent - 15) : std::ldexp((float)mantissa, -24);
+        v[i] = h >> 15 ? -size : size;
+    }
+    return v;
+#endif
+}
+
+// Groups of GROUP inputs, each: scales fp16 [NR], with 4 bits minima fp16 [NR], then codes in words of 32 bits, the first
+// of its inputs in the lowest bits: 4 bits [GROUP / 8, NR], 8 bits signed [GROUP / 4, NR]. Words, because widening bytes
+// lane by lane is what compilers do with anything narrower.
+constexpr int64_t GROUP = 32;
+
+template <int bits>
+struct Quant {
+    const uint8_t* data;
+    static constexpr int STREAM = 4;  // more rows share a widened copy
+    static constexpr int64_t HEAD = bits == 4 ? 4 * NR : 2 * NR, BYTES = HEAD + GROUP * NR * bits / 8;
+
+    Quant panel(int64_t p, int64_t K) const { return {data + p * (K / GROUP) * BYTES}; }
+    const char* ahead(int64_t k) const { return (const char*)(data + k / GROUP * BYTES); }
+
+    // each(k, w): the weights w[NV] of every input k of a group, fp32. One rounding: code times scale is exact.
+    template <typename Each>
+    static inline __attribute__((always_inline)) void decode(const uint8_t* group, const Each& each) {
+        vf scale[NV], least[NV];
+        for (int j = 0; j < NV; j++) {
+            scale[j] = load_half((const uint16_t*)group + j * W);
+            least[j] = bits == 4 ? load_half((const uint16_t*)group + NR + j * W) : vf{};
+        }
+        const uint8_t* codes = group + HEAD;
+        constexpr int64_t SHARE = 32 / bits;  // inputs of a word
+        for (int64_t k = 0; k < GROUP; k += SHARE) {
+            vu word[NV];
+#pragma GCC unroll 4
+            for (int j = 0; j < NV; j++) std::memcpy(&word[j], codes + (k / SHARE * NR + j * W) * 4, sizeof word[j]);
+#pragma GCC unroll 8
+            for (int i = 0; i < SHARE; i++) {
+                vf w[NV];
+#pragma GCC unroll 4
+                for (int j = 0; j < NV; j++) {
+                    if (bits == 4)
+                        w[j] = __builtin_convertvector((vi)(word[j] >> 4 * i & 15), vf) * scale[j] + least[j];
+                    else
+                        w[j] = __builtin_convertvector((vi)(word[j] << (24 - 8 * i % 32)) >> 24, vf) * scale[j];
+                }
+                each(k + i, w);
+            }
+        }
+    }
+
+    // `depth` inputs from k, a multiple of GROUP, to out [depth, NR].
+    void wide(int64_t k, int64_t depth, float* out) const {
+        for (int64_t at = 0; at < depth; at += GROUP) {
+            const uint8_t* group = data + (k + at) / GROUP * BYTES;
+            for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(group + 4 * BYTES + line);
+            decode(group, [&](int64_t i, const vf* w) {
+                for (int j = 0; j < NV; j++) store(out + (at + i) * NR + j * W, w[j]);
+            });
+        }
+    }
+
+    template <int rows>
+    __attribute__((noinline)) void stream_rows(const float* a, int64_t K, Sums s) const {
+        vf acc[rows][NV];
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < NV; j++) acc[i][j] = s.from ? load(s.from + i * s.from_stride + j * W) : vf{};
+        for (int64_t k = 0; k < K; k += GROUP) {
+            const uint8_t* group = data + k / GROUP * BYTES;
+            for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(group + 4 * BYTES + line);
+            decode(group, [&](int64_t at, const vf* w) {
+#pragma GCC unroll 8
+                for (int i = 0; i < rows; i++) {
+                    const vf x = splat(a[i * K + k + at]);
+#pragma GCC unroll 4
+                    for (int j = 0; j < NV; j++) acc[i][j] += x * w[j];
+                }
+            });
+        }
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < NV; j++) store(s.to + i * s.to_stride + j * W, acc[i][j]);
+    }
+
+    void stream(int rows, const float* a, int64_t K, Sums s) const {
+        if (rows == 1) stream_rows<1>(a, K, s);
+        else if (rows == 2) stream_rows<2>(a, K, s);
+        else if (rows == 3) stream_rows<3>(a, K, s);
+        else stream_rows<4>(a, K, s);
+    }
+};
+
+// Calls run(weights) with the accessor that `kind` names: 0 fp32, 1 bf16, 4 and 8 bits.
+template <typename Run>
+void with_weights(const void* data, int64_t kind, const Run& run) {
+    if (kind == 0) run(Dense<float>{(const float*)data});
+    else if (kind == 1) run(Dense<uint16_t>{(const uint16_t*)data});
+    else if (kind == 4) run(Quant<4>{(const uint8_t*)data});
+    else run(Quant<8>{(const uint8_t*)data});
+}
+
+// ---- products --------------------------------------------------------------------------------------------------
+
 // One panel (NR outputs) for rows [0, rows) of x. Many rows pass over DEPTH inputs at a time, whose weights then stay
 // in the first-level cache, widened once; the sums wait in scratch: the chain of multiply-adds is the same.
-template <typename WT, typename OT>
-void panel(const float* x, const WT* w, const Target<OT>& to, int64_t rows, int64_t K, float* scratch) {
-    if (rows <= MR) {
-        alignas(64) float c[MR * NR];
-        tile_rows<false>((int)rows, x, K, w, to.sums(true, true, c, 0), K, (const char*)w);
+template <typename Weights, typename OT>
+void panel(const float* x, const Weights& w, const Target<OT>& to, int64_t rows, int64_t K, float* scratch) {
+    float *wide = scratch, *c = scratch + DEPTH * NR;
+    if (rows <= Weights::STREAM) {
+        w.stream((int)rows, x, K, to.sums(true, true, c, 0));
         if (!to.direct()) to.put_rows(c, 0, rows);
         return;
     }
-    float *wide = scratch, *c = scratch + DEPTH * NR;
     for (int64_t k = 0; k < K; k += DEPTH) {
         const int64_t depth = std::min(DEPTH, K - k);
         const bool end = k + depth == K;
-        widen(w + k * NR, wide, depth * NR);
+        w.wide(k, depth, wide);
         for (int64_t m = 0; m < rows; m += MR) {
             const int count = (int)std::min<int64_t>(MR, rows - m);
             tile_rows<false>(count, x + m * K + k, K, (const float*)wide, to.sums(k == 0, end, c + m * NR, m), depth,
-                             (const char*)(w + (k + depth) * NR));
+                             w.ahead(k + depth));
         }
     }
     if (!to.direct()) to.put_rows(c, 0, rows);
@@ -88,8 +214,8 @@ const float* widened(const XT* x, int64_t M, int64_t K, int threads) {
 }
 
 // out [M, O] (+)= x [M, K] * w (+ bias). Bias and `add` exclude each other.
-template <typename XT, typename WT>
-void linear(const XT* x, const WT* w, const float* bias, XT* out, int64_t M, int64_t O, int64_t K, bool add,
+template <typename XT, typename Weights>
+void linear(const XT* x, const Weights& w, const float* bias, XT* out, int64_t M, int64_t O, int64_t K, bool add,
             int threads) {
     if (M == 0) return;
     const float* a = widened(x, M, K, threads);
@@ -97,12 +223,12 @@ void linear(const XT* x, const WT* w, const float* bias, XT* out, int64_t M, int
     const Cut cut(M, K, panels, threads);
     Pool::shared().run(cut.items, threads, [&](int64_t item) {
         static thread_local Scratch own;
-        float* scratch = M > MR ? own.at_least((DEPTH + cut.block) * NR) : nullptr;
+        float* scratch = own.at_least((DEPTH + cut.block) * NR);
         const int64_t m = item / cut.groups * cut.block, rows = std::min(cut.block, M - m);
         const int64_t first = item % cut.groups * cut.some;
         for (int64_t p = first; p < std::min(panels, first + cut.some); p++)
             if (rows > 0)
-                panel(a + m * K, w + p * K * NR,
+                panel(a + m * K, w.panel(p, K),
                       Target<XT>{out + m * O, O, p * NR, std::min<int64_t>(NR, O - p * NR), bias, add}, rows, K,
                       scratch);
     });
@@ -122,37 +248,40 @@ INLINE void gate_rows(const float* g, const float* u, int64_t rows, float* out, 
 
 // out [M, F] = silu(x * gate) * (x * up), both [K, F] with F a multiple of NR: the two panels of the same columns are
 // computed side by side, so that what they leave never goes through memory.
-template <typename WT>
-void gated(const float* x, const WT* gate, const WT* up, float* out, int64_t M, int64_t F, int64_t K, int threads) {
+// `w` holds the panels of gate, then those of up.
+template <typename Weights>
+void gated(const float* x, const Weights& w, float* out, int64_t M, int64_t F, int64_t K, int threads) {
     if (M == 0) return;
-    constexpr int64_t HALF = DEPTH / 2;
-    const Cut cut(M, K, F / NR, threads);
+    constexpr int64_t HALF = (DEPTH / 2 + GROUP - 1) / GROUP * GROUP;
+    const int64_t panels = F / NR;
+    const Cut cut(M, K, panels, threads);
     Pool::shared().run(cut.items, threads, [&](int64_t item) {
         static thread_local Scratch own;
         float* scratch = own.at_least((2 * HALF + 2 * cut.block) * NR);
         const int64_t first = item / cut.groups * cut.block, rows = std::min(cut.block, M - first);
         float *wide_g = scratch, *wide_u = wide_g + HALF * NR, *g = wide_u + HALF * NR, *u = g + cut.block * NR;
         const float* a = x + first * K;
-        for (int64_t p = item % cut.groups * cut.some; p < std::min(F / NR, (item % cut.groups + 1) * cut.some); p++) {
-            const WT *wg = gate + p * K * NR, *wu = up + p * K * NR;
+        const int64_t begin = item % cut.groups * cut.some;
+        for (int64_t p = begin; p < std::min(panels, begin + cut.some); p++) {
+            const Weights gate = w.panel(p, K), up = w.panel(panels + p, K);
             float* to = out + first * F + p * NR;
-            if (rows <= MR) {
-                tile_rows<false>((int)rows, a, K, wg, Sums{nullptr, 0, g, NR}, K, (const char*)wg);
-                tile_rows<false>((int)rows, a, K, wu, Sums{nullptr, 0, u, NR}, K, (const char*)wu);
+            if (rows <= Weights::STREAM) {
+                gate.stream((int)rows, a, K, Sums{nullptr, 0, g, NR});
+                up.stream((int)rows, a, K, Sums{nullptr, 0, u, NR});
                 gate_rows(g, u, rows, to, F);
                 continue;
             }
             for (int64_t k = 0; k < K; k += HALF) {
                 const int64_t depth = std::min(HALF, K - k);
-                widen(wg + k * NR, wide_g, depth * NR);
-                widen(wu + k * NR, wide_u, depth * NR);
+                gate.wide(k, depth, wide_g);
+                up.wide(k, depth, wide_u);
                 for (int64_t m = 0; m < rows; m += MR) {
                     const int count = (int)std::min<int64_t>(MR, rows - m);
                     float *cg = g + m * NR, *cu = u + m * NR;
                     tile_rows<false>(count, a + m * K + k, K, (const float*)wide_g, Sums{k ? cg : nullptr, NR, cg, NR},
-                                     depth, (const char*)(wg + (k + depth) * NR));
+                                     depth, gate.ahead(k + depth));
                     tile_rows<false>(count, a + m * K + k, K, (const float*)wide_u, Sums{k ? cu : nullptr, NR, cu, NR},
-                                     depth, (const char*)(wu + (k + depth) * NR));
+                                     depth, up.ahead(k + depth));
                     if (k + depth == K) gate_rows(cg, cu, count, to + m * F, F);
                 }
             }

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tenuto_kernels.quant import QuantizedWeight
 from tenuto_server.errors import ModelError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -66,6 +67,14 @@ class GGUFFile:
         info = self.tensors[name]
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
         return _dequantize(raw, info.type_id, dtype).view(info.shape)
+
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """A matrix as it is stored, or None where its type has no form that the kernels read."""
+        info = self.tensors[name]
+        if info.type_id not in (Q4_0, Q4_1, Q8_0) or len(info.shape) != 2:
+            return None
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
+        return _stored(raw, info.type_id, info.shape)
 
 
 def _read_header(buffer: mmap.mmap) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -160,6 +169,19 @@ def _dequantize(raw: torch.Tensor, type_id: int, dtype: torch.dtype) -> torch.Te
     else:
         weights.sub_(8.0).mul_(scale)
     return weights.to(dtype).flatten()
+
+
+def _stored(raw: torch.Tensor, type_id: int, shape: tuple[int, ...]) -> QuantizedWeight:
+    """The blocks of `_dequantize` as codes, scales and minima; Q4_0's offset of 8 steps is a minimum of -8 d, exact."""
+    blocks = raw.view(-1, _BLOCKS[type_id][1])
+    groups = (shape[0], shape[1] // 32)
+    scale = blocks[:, :2].contiguous().view(torch.float16).view(groups)
+    if type_id == Q8_0:
+        return QuantizedWeight(blocks[:, 2:].contiguous().view(torch.int8).view(shape), scale, None)
+    packed = blocks[:, 4 if type_id == Q4_1 else 2 :]
+    codes = torch.cat([packed & 15, packed >> 4], dim=1).view(shape)
+    minimum = blocks[:, 2:4].contiguous().view(torch.float16).view(groups) if type_id == Q4_1 else -8 * scale
+    return QuantizedWeight(codes, scale, minimum)
 
 
 def _dequantize_slow(raw: torch.Tensor, type_id: int, dtype: torch.dtype) -> torch.Tensor:

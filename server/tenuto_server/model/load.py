@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from tenuto_kernels.linear import fast_bf16, takes_quantized
 from tenuto_server.errors import ModelError
 from tenuto_server.model.chat import ChatTemplate, chat_template_from_folder, token_names
 from tenuto_server.model.config import ModelConfig, config_from_gguf, config_from_hf, with_tokens
@@ -28,8 +29,8 @@ from tenuto_server.model.gguf_file import GGUFFile
 from tenuto_server.model.scripted import scripted_model
 from tenuto_server.model.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
 from tenuto_server.model.toy import toy_chat, toy_config, toy_digest, toy_tokenizer, toy_weights
-from tenuto_server.model.transformer import Transformer
-from tenuto_server.model.weights import GGUFWeights, SafetensorsWeights, weight_files, weights_digest
+from tenuto_server.model.transformer import Transformer, WeightsForm
+from tenuto_server.model.weights import GGUFWeights, SafetensorsWeights, Weights, weight_files, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -100,27 +101,61 @@ def resolve_model(spec: str) -> ResolvedModel:
     )
 
 
+@dataclass(frozen=True)
+class _Build:
+    """How a transformer is to be made."""
+
+    dtype: torch.dtype
+    device: torch.device | str
+    invariant: bool
+    form: WeightsForm
+
+    def transformer(self, config: ModelConfig, weights: Weights) -> Transformer:
+        return Transformer(
+            config, weights, dtype=self.dtype, device=self.device, invariant=self.invariant, weights_form=self.form
+        )
+
+
 def load_model(
-    spec: str, *, dtype: Precision = "bf16", device: torch.device | str = "cpu", invariant: bool = False
+    spec: str,
+    *,
+    dtype: Precision = "bf16",
+    device: torch.device | str = "cpu",
+    invariant: bool = False,
+    weights: Literal["auto"] | WeightsForm = "auto",
 ) -> LoadedModel:
-    """Load tokenizer, template and weights. ``dtype`` is the storage precision of weights and KV; ``invariant`` makes
-    each token's result independent of its batch. Raises ``ModelError``."""
+    """Load tokenizer, template and weights. ``dtype`` is the storage precision of KV and of dense weights; ``invariant``
+    makes each token's result independent of its batch. ``weights``: see ``Transformer``; ``auto`` is ``stored`` where
+    this machine reads quantised weights faster than dense ones. Raises ``ModelError``."""
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if weights not in ("auto", *get_args(WeightsForm)):
+        raise ModelError(f"weights must be one of auto, {', '.join(get_args(WeightsForm))}, got {weights!r}")
+    if weights == "auto":
+        on_cpu = torch.device(device).type == "cpu"
+        weights = "stored" if on_cpu and takes_quantized() and not fast_bf16() else "dense"
+    build = _Build(DTYPES[dtype], device, invariant, weights)
     found = resolve_model(spec)
     began = time.perf_counter()
     if found.kind == "toy":
         with _conversion_threads(0):
-            model = _load_toy(DTYPES[dtype], device, invariant)
+            model = _load_toy(build)
     elif found.kind == "scripted":
         model = _load_scripted(found.path, device)
     elif found.kind == "gguf":
         assert found.path is not None
-        model = _load_gguf(found.name, found.path, DTYPES[dtype], device, invariant)
+        model = _load_gguf(found.name, found.path, build)
     else:
         folder = found.path if found.path is not None else _fetch(spec)
-        model = _load_folder(found.name, folder, DTYPES[dtype], device, invariant)
-    log.info("loaded %s (%s, %s) in %.2f s", model.name, model.config.architecture, dtype, time.perf_counter() - began)
+        model = _load_folder(found.name, folder, build)
+    log.info(
+        "loaded %s (%s, %s, weights %s) in %.2f s",
+        model.name,
+        model.config.architecture,
+        dtype,
+        model.transformer.weights_form,
+        time.perf_counter() - began,
+    )
     return model
 
 
@@ -136,9 +171,9 @@ def _conversion_threads(nbytes: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _load_toy(dtype: torch.dtype, device: torch.device | str, invariant: bool) -> LoadedModel:
+def _load_toy(build: _Build) -> LoadedModel:
     config, weights = toy_config(), toy_weights()
-    transformer = Transformer(config, weights, dtype=dtype, device=device, invariant=invariant)
+    transformer = build.transformer(config, weights)
     return LoadedModel("toy", config, transformer, toy_tokenizer(), toy_chat(), toy_digest(weights))
 
 
@@ -151,7 +186,7 @@ def _load_scripted(path: Path | None, device: torch.device | str) -> LoadedModel
     return LoadedModel("scripted", model.config, model, tokenizer, chat, digest)
 
 
-def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device | str, invariant: bool) -> LoadedModel:
+def _load_gguf(name: str, path: Path, build: _Build) -> LoadedModel:
     digest = weights_digest([path])
     file = GGUFFile(path)
     config = config_from_gguf(file.metadata, frozenset(file.tensors))
@@ -168,15 +203,13 @@ def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device |
     chat = ChatTemplate(
         file.metadata.get("tokenizer.chat_template"), tokens, file.metadata.get("tokenizer.chat_template.tool_use")
     )
-    weights = GGUFWeights(file, config, dtype)
+    weights = GGUFWeights(file, config, build.dtype)
     with _conversion_threads(path.stat().st_size):
-        transformer = Transformer(config, weights, dtype=dtype, device=device, invariant=invariant)
+        transformer = build.transformer(config, weights)
     return LoadedModel(name, config, transformer, tokenizer, chat, digest)
 
 
-def _load_folder(
-    name: str, folder: Path, dtype: torch.dtype, device: torch.device | str, invariant: bool
-) -> LoadedModel:
+def _load_folder(name: str, folder: Path, build: _Build) -> LoadedModel:
     raw, generation = _json(folder / "config.json"), _json(folder / "generation_config.json", optional=True)
     config = config_from_hf(raw, generation)
     if not (folder / "tokenizer.json").exists():
@@ -193,9 +226,9 @@ def _load_folder(
     tokenizer.eos_ids = config.eos_ids
     chat = chat_template_from_folder(folder)
     digest = weights_digest([folder / "config.json", *weight_files(folder)])
-    weights = SafetensorsWeights(folder, config, dtype)
+    weights = SafetensorsWeights(folder, config, build.dtype)
     with _conversion_threads(sum(path.stat().st_size for path in weight_files(folder))):
-        transformer = Transformer(config, weights, dtype=dtype, device=device, invariant=invariant)
+        transformer = build.transformer(config, weights)
     return LoadedModel(name, config, transformer, tokenizer, chat, digest)
 
 

@@ -5,7 +5,8 @@ object serves any number of pools. It is used by one thread at a time (the execu
 
 Precision. "fp32" computes and stores everything in fp32. "bf16" means that weights and KV are *stored* with bf16 precision;
 activations are bf16 where the hardware multiplies bf16 (CUDA, or CPUs with AVX512-BF16 or AMX), else fp32 over
-bf16-valued weights, which is both faster and more exact there.
+bf16-valued weights, which is both faster and more exact there. Quantised weights (``weights_form``) are read as they
+are and multiplied in fp32; only the embedding table is kept in the storage precision.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,15 +22,19 @@ from torch import Tensor
 from tenuto_kernels.cpu.native_decoder import DecoderLayer, NativeDecoder
 from tenuto_kernels.dispatch import backend
 from tenuto_kernels.layout import KVLayout
-from tenuto_kernels.linear import PackedLinear, pack_linear
+from tenuto_kernels.linear import PackedLinear, fast_bf16, pack_linear
 from tenuto_kernels.ops import paged_attention
+from tenuto_kernels.quant import QuantizedWeight, quantize, stack
 from tenuto_kernels.rows import AttentionRows
 from tenuto_server.errors import ModelError
 from tenuto_server.model.config import ModelConfig
 from tenuto_server.model.layers import rms_norm, rope_and_store, rope_frequencies, rope_tables, silu_mul
-from tenuto_server.model.weights import Weights
+from tenuto_server.model.weights import GGUFWeights, Weights
 
 log = logging.getLogger(__name__)
+
+WeightsForm = Literal["dense", "stored", "int8", "int4"]
+_Matrix = TypeVar("_Matrix", Tensor, QuantizedWeight)
 
 # Above this size an fp32 copy of bf16 weights is not worth its memory.
 _FP32_COPY_LIMIT_BYTES = 8 << 30
@@ -56,7 +62,11 @@ class _Layer(DecoderLayer):
 
 class Transformer:
     """``dtype``: storage precision of weights and KV (bfloat16 or float32). ``invariant``: every token's result is bitwise
-    independent of what else is in the batch (slower; for tests). Raises ``ModelError`` for missing or misshapen weights."""
+    independent of what else is in the batch (slower; for tests). ``weights_form``: ``dense`` in ``dtype``; ``stored``: as a
+    quantised file has them, where it has; ``int8`` or ``int4``: quantised here. Raises ``ModelError`` for missing or
+    misshapen weights."""
+
+    weights_form: WeightsForm = "dense"
 
     def __init__(
         self,
@@ -66,7 +76,9 @@ class Transformer:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         invariant: bool = False,
+        weights_form: WeightsForm = "dense",
     ) -> None:
+        self.weights_form = weights_form  # in the end: what it came to
         self.config, self.dtype, self.device, self.invariant = config, dtype, torch.device(device), invariant
         self.activation_dtype = activation_dtype(dtype, self.device, invariant)
         self._scale = config.head_dim**-0.5
@@ -75,12 +87,15 @@ class Transformer:
         self._frequencies = frequencies.to(self.device)
         embed = self._checked(weights, "embed", config.vocab_size, config.hidden_size)
         self._embed = embed.to(self.device, dtype)
-        head = embed if config.tie_embeddings else self._checked(weights, "head", config.vocab_size, config.hidden_size)
+        del embed
         self._keep_fp32 = self._fp32_bytes() <= _FP32_COPY_LIMIT_BYTES
-        self._head = self._pack(head, None)
-        del embed, head
+        head = "embed" if config.tie_embeddings else "head"
+        self._head = self._pack([self._matrix(weights, head, config.vocab_size, config.hidden_size)], None)
         self._norm = self._vector(weights, "norm", config.hidden_size)
         self._layers = list(self._build_layers(weights))
+        packed = [linear for layer in self._layers for linear in layer.linears()]
+        if not any(linear.bits < 16 for linear in (*packed, self._head)):
+            self.weights_form = "dense"
         self._native = self._build_native()
 
     @property
@@ -172,23 +187,44 @@ class Transformer:
 
     def _fused(self, weights: Weights, at: str, parts: dict[str, int], inputs: int) -> PackedLinear:
         """One matrix from several that read the same input, stacked along their outputs."""
-        matrices = [self._checked(weights, f"{at}{name}.weight", size, inputs) for name, size in parts.items()]
+        matrices = [self._matrix(weights, f"{at}{name}.weight", size, inputs) for name, size in parts.items()]
         has_bias = [f"{at}{name}.bias" in weights for name in parts]
         if self.config.qkv_bias and "q" in parts and not all(has_bias):
             raise ModelError(f"{at}q, k, v should have a bias")
         bias = None
         if any(has_bias):
             bias = torch.cat([self._checked(weights, f"{at}{name}.bias", size) for name, size in parts.items()])
-        return self._pack(matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias)
+        return self._pack(matrices, bias)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def _pack(self, matrices: list[Tensor | QuantizedWeight], bias: Tensor | None) -> PackedLinear:
+        """One linear layer from matrices stacked along their outputs, quantised only if all are, and alike."""
+        weight: Tensor | QuantizedWeight
+        quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedWeight)]
+        if len(quantized) == len(matrices) and len({matrix.bits for matrix in quantized}) == 1:
+            weight = stack(quantized)
+        else:
+            dense = [m.dense(self.dtype) if isinstance(m, QuantizedWeight) else m for m in matrices]
+            weight = (dense[0] if len(dense) == 1 else torch.cat(dense)).to(self.device)
         return pack_linear(
-            weight.to(self.device),
+            weight,
             None if bias is None else bias.to(self.device),
             dtype=self.dtype,
             invariant=self.invariant,
             keep_fp32=self._keep_fp32,
         )
+
+    def _matrix(self, weights: Weights, name: str, *shape: int) -> Tensor | QuantizedWeight:
+        """The matrix in the form asked for; the output head is never coarser than 8 bits, which every token's choice
+        depends on."""
+        if self.weights_form == "stored" and isinstance(weights, GGUFWeights) and name in weights:
+            stored = weights.quantized(name)
+            if stored is not None:
+                return self._shaped(name, stored, shape)
+        dense = self._checked(weights, name, *shape)
+        if self.weights_form in ("int8", "int4"):
+            bits = 4 if self.weights_form == "int4" and name not in ("embed", "head") else 8
+            return quantize(dense, bits) or dense
+        return dense
 
     def _vector(self, weights: Weights, name: str, size: int) -> Tensor:
         return self._checked(weights, name, size).to(self.device, torch.float32)
@@ -199,9 +235,13 @@ class Transformer:
             tensor = weights[name]
         except KeyError:
             raise ModelError(f"the weights lack {name!r}") from None
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"weight {name!r} has shape {list(tensor.shape)}, the config says {list(shape)}")
-        return tensor
+        return Transformer._shaped(name, tensor, shape)
+
+    @staticmethod
+    def _shaped(name: str, weight: _Matrix, shape: tuple[int, ...]) -> _Matrix:
+        if tuple(weight.shape) != shape:
+            raise ModelError(f"weight {name!r} has shape {list(weight.shape)}, the config says {list(shape)}")
+        return weight
 
     def _fp32_bytes(self) -> int:
         c = self.config
@@ -214,5 +254,4 @@ def activation_dtype(dtype: torch.dtype, device: torch.device, invariant: bool) 
     """What activations are computed in for weights stored as ``dtype`` (see the module's docstring)."""
     if dtype == torch.float32 or device.type != "cpu":
         return dtype
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native and not invariant else torch.float32
+    return torch.bfloat16 if fast_bf16() and not invariant else torch.float32

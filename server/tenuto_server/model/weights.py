@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tenuto_kernels.quant import QuantizedWeight
 from tenuto_server.errors import ModelError
 from tenuto_server.model.config import ModelConfig
 from tenuto_server.model.gguf_file import GGUFFile
@@ -76,11 +77,21 @@ class GGUFWeights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._file.read(self._names[name], self._dtype)
-        part = name.split(".")[2] if name.startswith("layers.") else ""
-        if self._interleaved and part in ("q", "k"):
-            heads = self._config.num_heads if part == "q" else self._config.num_kv_heads
-            tensor = in_rotation_order(tensor, heads)
-        return tensor
+        heads = self._interleaved_heads(name)
+        return in_rotation_order(tensor, heads) if heads else tensor
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """A matrix as the file stores it, or None where the kernels do not read its type."""
+        weight = self._file.read_quantized(self._names[name])
+        heads = self._interleaved_heads(name)
+        if weight is None or not heads:
+            return weight
+        return weight.rows(in_rotation_order(torch.arange(weight.shape[0]), heads))
+
+    def _interleaved_heads(self, name: str) -> int:
+        """How many heads' rows are interleaved in this tensor; 0 where they lie in order."""
+        part = name.split(".")[2] if self._interleaved and name.startswith("layers.") else ""
+        return {"q": self._config.num_heads, "k": self._config.num_kv_heads}.get(part, 0)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names  # the default would read the tensor

@@ -127,6 +127,7 @@ class TorchExecutor:
             "device": str(self.store.device),
             "forward": self.transformer.kind,
             "linears": self.transformer.linear_kind,
+            "weights": self.transformer.weights_form,
             "block_bytes": layout.block_bytes,
             "device_blocks": len(self.store.device_pool),
             "host_blocks": len(self.store.host_sums),
