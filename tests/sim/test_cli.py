@@ -81,6 +81,10 @@ def test_timing_and_tiers(tmp_path: Path) -> None:
     tool = row["ttft_s"]["tool"]
     assert 0.0 < tool["p50"] <= tool["p90"] <= tool["p99"]
     assert row["held_token_s"]["device"] > 0
+    assert row["held_byte_s"]["device"] == row["held_token_s"]["device"] * 131_072
+    status = simulate(["--show", str(out), "--markdown", str(tmp_path / "t.md")])
+    assert status == 0
+    assert "Time to first token" in (tmp_path / "t.md").read_text()
 
 
 @pytest.mark.parametrize("wrong", [
@@ -93,6 +97,41 @@ def test_timing_and_tiers(tmp_path: Path) -> None:
 def test_wrong_settings_are_told_before_anything_runs(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate([*SMALL, *wrong]) == 1
     assert "tenuto simulate: " in capsys.readouterr().err
+
+
+def test_tables_into_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, document = tmp_path / "out.json", tmp_path / "doc.md"
+    document.write_text("before\n<!-- study -->\nold\n<!-- /study -->\nafter\n")
+    more = ("--policy", "lru,oracle,tenuto:end", "--capacity-frac", "0.3,0.5")
+    assert run(out, *more, "--markdown", f"{document}#study") == 0
+    text = document.read_text()
+    assert text.startswith(
+        "before\n<!-- study -->\n\nShare of the LRU-to-oracle gap closed:\n\n| policy | 0.3 | 0.5 | mean |"
+    )
+    assert text.endswith("<!-- /study -->\nafter\n")
+    assert "old" not in text
+    assert "tenuto simulate synthetic:30:1 --policy lru,oracle,tenuto:end --capacity-frac 0.3,0.5" in text
+    (row,) = [
+        r for r in json.loads(out.read_text())["rows"] if r["policy"] == "tenuto:end" and r["capacity_frac"] == 0.3
+    ]
+    assert f"{100 * row['gap_closed']:.1f} %" in text
+    # The same again from the result, into a file of its own.
+    assert simulate(["--show", str(out), "--markdown", str(tmp_path / "alone.md")]) == 0
+    assert (tmp_path / "alone.md").read_text().strip() in text
+    assert run(out, *more, "--markdown", f"{document}#elsewhere") == 1
+    assert "<!-- elsewhere -->" in capsys.readouterr().err
+
+
+def test_a_result_is_asked_for_or_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(["--timing", "list"]) == 0
+    assert "h200-70b" in capsys.readouterr().out
+    (tmp_path / "no.json").write_text("[]")
+    assert simulate(["--show", str(tmp_path / "no.json")]) == 1
+    assert simulate(["--show", str(tmp_path / "none.json")]) == 1
+    for both in ([], ["synthetic:5", "--show", "x.json"]):
+        with pytest.raises(SystemExit) as ended:
+            simulate(both)
+        assert ended.value.code == 2
 
 
 def test_a_figure_or_a_word_about_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

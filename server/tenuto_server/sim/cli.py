@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tenuto_server.errors import ConfigError, TenutoServerError
-from tenuto_server.sim import plot, report
+from tenuto_server.sim import markdown, plot, report
 from tenuto_server.sim.compare import compare_files
 from tenuto_server.sim.costs import PRESETS
 from tenuto_server.sim.study import Setup
@@ -34,29 +34,37 @@ CAPACITIES = "0.1,0.2,0.33,0.5"
 
 def simulate(argv: list[str]) -> int:
     """``tenuto simulate``."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.timing == "list":
+        report.show_machines(_console())
+        return 0
+    if (args.trace is None) == (args.show is None):
+        parser.error("give a trace to simulate, or --show and a result")
     try:
-        setups = _setups(args)
         if args.plot is not None:
             plot.need_library()
-        console = Console(stderr=True)
-        rows = _run(args.trace, setups, args.jobs, console)
-        title = f"{Path(args.trace).name}: {args.alive:g} alive, seeds {args.seed}, hints {args.hints}"
-        report.show(rows, _console(), title)
+        document = _study(args) if args.show is None else report.read_json(args.show)
+        told = document["arguments"]
+        title = f"{document['trace']}: {told['alive']:g} alive, seeds {told['seed']}, hints {told['hints']}"
+        report.show(document["rows"], _console(), title)
         if args.json is not None:
-            arguments = {
-                name: getattr(args, name)
-                for name in ("policy", "capacity_frac", "alive", "seed", "tiers", "hints", "timing", "service", "unit")
-            }
-            arguments |= {"host_ratio": args.host_ratio, "disk_ratio": args.disk_ratio}
-            arguments |= {"window_h": args.window_h, "warm_up_h": args.warm_up_h}
-            report.write_json(args.json, report.document(Path(args.trace).name, commit(), arguments, rows))
+            report.write_json(args.json, document)
         if args.plot is not None:
-            plot.draw(rows, args.plot, title)
+            plot.draw(document["rows"], args.plot, title)
+        if args.markdown is not None:
+            path, _, place = args.markdown.partition("#")
+            markdown.insert(Path(path), place, markdown.render(document, report.command_of(document)))
         return 0
     except TenutoServerError as error:
         print(f"tenuto simulate: {error}", file=sys.stderr)
         return 1
+
+
+def _study(args: argparse.Namespace) -> dict[str, Any]:
+    rows = _run(args.trace, _setups(args), args.jobs, Console(stderr=True))
+    arguments = {name: getattr(args, name) for name in report.ARGUMENTS}
+    return report.document(Path(args.trace).name, commit(), arguments, rows)
 
 
 def _setups(args: argparse.Namespace) -> list[Setup]:
@@ -146,14 +154,14 @@ def compare(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("tenuto simulate", description="Replay agent sessions against cache policies.")
-    parser.add_argument("trace", help="a trace file or folder, or synthetic:<sessions>[:<seed>]")
+    parser.add_argument("trace", nargs="?", help="a trace file or folder, or synthetic:<sessions>[:<seed>]")
     parser.add_argument("--policy", default=POLICIES, help="comma-separated; tenuto:<knowledge> (default %(default)s)")
     parser.add_argument("--capacity-frac", default=CAPACITIES, help="device memory as fractions of the mean live KV")
     parser.add_argument("--alive", type=float, default=60.0, help="sessions alive on average (default %(default)g)")
     parser.add_argument("--seed", default="1", help="comma-separated seeds (default %(default)s)")
     parser.add_argument("--tiers", default="device", help="device, or device,host, or device,host,disk")
     parser.add_argument("--hints", default="on", help="on, off, late:<s>, lost:<share>, lying[:<share>], dup, reorder")
-    parser.add_argument("--timing", default="none", help=f"none, or a machine: {', '.join(PRESETS)}")
+    parser.add_argument("--timing", default="none", help=f"none, or a machine: {', '.join(PRESETS)}; list")
     parser.add_argument("--host-ratio", type=float, default=4.0, help="host size in device sizes (default %(default)g)")
     parser.add_argument(
         "--disk-ratio", type=float, default=16.0, help="disk size in device sizes (default %(default)g)"
@@ -165,4 +173,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--json", type=Path, help="write all rows here")
     parser.add_argument("--plot", type=Path, help="draw a figure here (PNG)")
+    parser.add_argument("--markdown", metavar="FILE[#PLACE]", help="write tables; into a marked place of a document")
+    parser.add_argument("--show", type=Path, metavar="RESULT", help="instead of a trace: what --json wrote before")
     return parser

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tenuto_server.errors import ConfigError
 from tenuto_server.sim.report import Row, mean_rows
+
+_COLUMNS = 3
+_CLASSES = (
+    ("tool", "tools"),
+    ("human", "people"),
+    ("subagent", "subagents"),
+    ("post_compaction", "compactions"),
+)
 
 
 def need_library() -> None:
@@ -19,32 +26,20 @@ def need_library() -> None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Amplification, misses over the oracle and hit rates against capacity; TTFT and held memory where timing was on."""
+    """Amplification, misses over the oracle, hit rates and held memory against capacity; TTFT where timing was on."""
     need_library()
     from matplotlib.figure import Figure
 
     merged = mean_rows(rows)
     policies = list(dict.fromkeys(row["policy"] for row in merged))
     oracle = {row["capacity_frac"]: row["missed_share"] for row in merged if row["policy"] == "oracle"}
-    panels: list[tuple[str, Any]] = [
-        ("amplification (prefilled / new tokens)", lambda row: row["amplification"]),
-        ("missed share of reusable tokens", lambda row: row["missed_share"]),
-        ("hit rate after tools", lambda row: row["hit_rate"].get("tool")),
-        ("hit rate after people", lambda row: row["hit_rate"].get("human")),
-    ]
-    if oracle:
-        panels[1] = (
-            "missed beyond the oracle, share of reusable",
-            lambda row: row["missed_share"] - oracle[row["capacity_frac"]] if row["capacity_frac"] in oracle else None,
-        )
-    if any("ttft_s" in row for row in merged):
-        panels += [
-            ("TTFT after tools, p90 s", lambda row: row.get("ttft_s", {}).get("tool", {}).get("p90")),
-            ("held on the device, token hours", lambda row: row.get("held_token_s", {}).get("device", 0) / 3600),
-        ]
-    figure = Figure(figsize=(12, 4 * -(-len(panels) // 2)), layout="constrained")
-    axes = figure.subplots(-(-len(panels) // 2), 2).flat
-    for axis, (name, value) in zip(axes, panels, strict=True):
+    panels = _panels(merged, oracle)
+    lines = -(-len(panels) // _COLUMNS)
+    figure = Figure(figsize=(5 * _COLUMNS, 3.6 * lines), layout="constrained")
+    axes = list(figure.subplots(lines, _COLUMNS, squeeze=False).flat)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (name, value) in zip(axes, panels, strict=False):
         for policy in policies:
             points = sorted(
                 (r["capacity_frac"], value(r)) for r in merged if r["policy"] == policy and value(r) is not None
@@ -53,6 +48,40 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
         axis.set_xlabel("device memory / mean live KV")
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.3)
-    next(iter(figure.axes)).legend(fontsize=7)
+    axes[0].legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _panels(rows: Sequence[Row], oracle: dict[float, float]) -> list[tuple[str, Callable[[Row], float | None]]]:
+    """(title, figure of a row) of everything that at least one row has."""
+
+    def beyond(row: Row) -> float | None:
+        frac = row["capacity_frac"]
+        return row["missed_share"] - oracle[frac] if frac in oracle else None
+
+    def hit(name: str) -> Callable[[Row], float | None]:
+        return lambda row: row["hit_rate"].get(name)
+
+    def wait(name: str, q: str) -> Callable[[Row], float | None]:
+        return lambda row: row.get("ttft_s", {}).get(name, {}).get(q)
+
+    def held(tier: str) -> Callable[[Row], float | None]:
+        return lambda row: row["held_token_s"][tier] / 3.6e9 if tier in row.get("held_token_s", {}) else None
+
+    def held_bytes(tier: str) -> Callable[[Row], float | None]:
+        return lambda row: row["held_byte_s"][tier] / 3.6e15 if tier in row.get("held_byte_s", {}) else None
+
+    panels: list[tuple[str, Callable[[Row], float | None]]] = [
+        ("amplification (prefilled / new tokens)", lambda row: row["amplification"]),
+        ("missed beyond the oracle, share of reusable", beyond),
+        ("missed, share of reusable", lambda row: None if oracle else row["missed_share"]),
+        *((f"hit rate after {what}", hit(name)) for name, what in _CLASSES),
+        *((f"TTFT after {what}, {q}, s", wait(name, q)) for name, what in _CLASSES[:2] for q in ("p50", "p90")),
+    ]
+    timed = any("held_byte_s" in row for row in rows)
+    for tier in ("device", "host", "disk"):
+        panels.append(
+            (f"held on {tier}, TB h", held_bytes(tier)) if timed else (f"held on {tier}, M token h", held(tier))
+        )
+    return [(name, value) for name, value in panels if any(value(row) is not None for row in rows)]

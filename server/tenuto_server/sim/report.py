@@ -10,8 +10,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tenuto_server.sim.costs import PRESETS
+from tenuto_server.sim.traces import TraceFileError
+from tenuto_server.sim.workload import WARM_UP_S, WINDOW_S
+
 Row = dict[str, Any]
 VERSION = 1
+ARGUMENTS = (
+    "policy", "capacity_frac", "alive", "seed", "tiers", "hints", "timing", "service", "unit",
+    "host_ratio", "disk_ratio", "window_h", "warm_up_h",
+)  # fmt: skip
+"""Arguments of ``tenuto simulate`` that a result depends on."""
+_DEFAULTS = {
+    "tiers": "device", "hints": "on", "timing": "none", "service": "recorded", "unit": None, "alive": 60.0,
+    "window_h": WINDOW_S / 3600, "warm_up_h": WARM_UP_S / 3600,
+}  # fmt: skip
 
 
 def document(trace: str, commit: str, arguments: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
@@ -25,6 +38,55 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     lines = ",\n".join(json.dumps(row, separators=(", ", ": ")) for row in content["rows"])
     text = json.dumps(head, separators=(", ", ": "))[:-1] + ', "rows": [\n' + lines + "\n]}\n"
     path.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What ``--json`` wrote. Raises ``TraceFileError`` for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TraceFileError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise TraceFileError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("version") != VERSION or not content.get("rows"):
+        raise TraceFileError(f"{path}: not a result of tenuto simulate --json")
+    return content
+
+
+def command_of(document: dict[str, Any]) -> str:
+    """The command that gives a document's rows again."""
+    words = ["tenuto simulate", str(document["trace"])]
+    for name, value in document["arguments"].items():
+        always = name in ("policy", "capacity_frac", "seed")
+        tier = name.removesuffix("_ratio") if name.endswith("_ratio") else None
+        if tier is not None and tier not in document["arguments"]["tiers"].split(","):
+            continue
+        if always or (value is not None and _DEFAULTS.get(name, value) != value) or tier is not None:
+            words.append(f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float) else _flag(name, value))
+    return " ".join(words)
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')} {value}"
+
+
+def show_machines(console: Console) -> None:
+    """The machines that ``--timing`` knows."""
+    table = Table(title="--timing", title_justify="left")
+    for name in ("name", "prefill 512 / 32K", "decode 32K", "KV a token", "host / disk", "source"):
+        table.add_column(name, justify="left" if name in ("name", "source") else "right")
+    for machine in PRESETS.values():
+        speeds = [n / (n * (machine.prefill_a_s + machine.prefill_b_s * n / 2)) for n in (512, 32768)]
+        step_s = machine.weights_s + 32768 * machine.kv_bytes / machine.memory_bps
+        table.add_row(
+            machine.name,
+            f"{speeds[0]:.0f} / {speeds[1]:.0f} tok/s",
+            f"{1 / step_s:.0f} tok/s",
+            f"{machine.kv_bytes / 1024:.1f} KiB",
+            f"{machine.host_bps / 1e9:.1f} / {machine.disk_bps / 1e9:.1f} GB/s",
+            machine.source,
+        )
+    console.print(table)
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
@@ -55,10 +117,13 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
                 }
                 for name in sorted({name for row in group for name in row["ttft_s"]})
             }
-        if all("held_token_s" in row for row in group):
-            merged["held_token_s"] = {
-                tier: _mean([row["held_token_s"][tier] for row in group]) for tier in group[0]["held_token_s"]
-            }
+        for name in ("held_token_s", "held_byte_s", "moved_tokens", "prefetches"):
+            if all(name in row for row in group):
+                keys = sorted({key for row in group for key in row[name]})
+                merged[name] = {key: _mean([row[name].get(key, 0.0) for row in group]) for key in keys}
+        for name in ("leases_granted", "leases_broken"):
+            if all(name in row for row in group):
+                merged[name] = _mean([row[name] for row in group])
         out.append(merged)
     return out
 
@@ -73,7 +138,7 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
     classes = [name for name in ("tool", "human", "subagent", "post_compaction") if _has(merged, name)]
     timed = any("ttft_s" in row for row in merged)
     table = Table(title=title, title_justify="left")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True, min_width=max(len(row["policy"]) for row in merged))
     for name in ("capacity", "gap closed", "missed", "amplif."):
         table.add_column(name, justify="right")
     for name in classes:
@@ -81,6 +146,8 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
     if timed:
         for name in ("tool", "human"):
             table.add_column(f"TTFT {name} p50/p90 s", justify="right")
+    if any("held_token_s" in row for row in merged):
+        table.add_column("held, M token-h", justify="right")
     last = None
     for row in sorted(merged, key=lambda r: r["capacity_frac"]):
         if last is not None and row["capacity_frac"] != last:
@@ -96,6 +163,9 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
         ]
         if timed:
             cells += [_ttft(row, name) for name in ("tool", "human")]
+        if "held_token_s" in row:
+            held = row["held_token_s"]
+            cells.append(" ".join(f"{held[tier] / 3.6e9:.1f}" for tier in ("device", "host", "disk") if tier in held))
         table.add_row(*cells)
     console.print(table)
 

@@ -173,7 +173,7 @@ class _Run:
             machine,
             forward_s=clockwork.forward_s if clockwork else lambda plan: 0.0,
             transfer_s=clockwork.transfer_s if clockwork else lambda transfer: 0.0,
-            after_step=self._after_step if self._timed else lambda: None,
+            after_step=self._after_step,
             remember=False,
             wakes=self._timed or len(setup.tiers) > 1,
         )
@@ -242,8 +242,9 @@ class _Run:
             assert isinstance(moved, dict)
             row["moved_tokens"] = {name: int(count) * unit for name, count in sorted(moved.items())}
             row["prefetches"] = figures.get("prefetches_total", {})
-        if self._timed:
-            row["held_token_s"] = {
-                tier: round(held * unit) for tier, held in zip(self._setup.tiers, self._held, strict=False)
-            }
+        held = {tier: round(held * unit) for tier, held in zip(self._setup.tiers, self._held, strict=False)}
+        row["held_token_s"] = held
+        machine = machine_of(self._setup.timing)
+        if machine is not None:
+            row["held_byte_s"] = {tier: amount * machine.kv_bytes for tier, amount in held.items()}
         return row
