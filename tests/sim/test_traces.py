@@ -197,20 +197,69 @@ def test_claude_code_transcripts_in_a_folder(tmp_path: Path) -> None:
     )
 
 
+def test_a_home_folder_as_it_is(tmp_path: Path) -> None:
+    """Subagents in the file and in files of their own, an index beside them, and a line that is being written."""
+
+    def side(row: dict[str, Any], agent: str) -> dict[str, Any]:
+        return {**row, "isSidechain": True, "agentId": agent}
+
+    folder = tmp_path / "p"
+    (folder / "s" / "subagents").mkdir(parents=True)
+    path = lines(
+        folder / "s.jsonl",
+        {"type": "file-history-snapshot", "messageId": "x", "snapshot": {}},
+        user(1),
+        claude(3, "m1", {"type": "tool_use", "name": "Task"}, 0, 998, 60),
+        side(user(4), "a1"),
+        side(claude(6, "n1", {"type": "tool_use", "name": "Read"}, 0, 298, 10), "a1"),
+        side(user(7), "a1"),
+        side(claude(9, "n2", {"type": "text"}, 300, 98, 10), "a1"),
+        user(10),
+        claude(15, "m2", {"type": "text"}, 1000, 198, 20),
+    )
+    path.write_text(path.read_text() + '{"type": "assistant", "sess')
+    lines(
+        folder / "s" / "subagents" / "agent-b.jsonl",
+        side(user(20), "b"),
+        side(claude(22, "k", {"type": "text"}, 0, 48, 5), "b"),
+    )
+    (folder / "sessions-index.json").write_text(json.dumps({"version": 1, "entries": []}, indent=1))
+    lines(folder / "history.jsonl", {"display": "private", "project": "p"})
+    own, main = sorted(read(folder).sessions, key=lambda s: s.thread == "main")
+    assert main.requests == (
+        Request(1000, 60, 0, "tool", 7.0, 2.0, "Task"),
+        Request(1200, 20, 1000, "human", None, 5.0),
+    )
+    ((child),) = main.children
+    assert (child.after, child.session.thread) == (1, "subagent")
+    assert child.session.requests == (
+        Request(300, 10, 0, "tool", 1.0, 2.0, "Read"),
+        Request(400, 10, 300, "human", None, 2.0),
+    )
+    assert own.thread == "subagent"
+    assert own.requests == (Request(50, 5, 0, "human", None, 2.0),)
+    lines(folder / "damaged.jsonl", user(1), "{broken", user(2))
+    with pytest.raises(TraceFileError, match=r"damaged\.jsonl:2: not JSON"):
+        read(folder)
+
+
 def test_codex_transcripts(tmp_path: Path) -> None:
     def event(second: int, **payload: Any) -> dict[str, Any]:
         return {"timestamp": f"2026-01-01T00:00:{second:02d}.000Z", "type": "event_msg", "payload": payload}
 
     def usage(second: int, prompt: int, cached: int) -> dict[str, Any]:
         last = {"input_tokens": prompt, "cached_input_tokens": cached, "output_tokens": 9}
-        return event(second, type="token_count", info={"last_token_usage": last})
+        info = {"last_token_usage": last, "total_token_usage": {"total_tokens": 10 * prompt}}
+        return event(second, type="token_count", info=info)
 
     path = lines(
         tmp_path / "rollout.jsonl",
         {"timestamp": "2026-01-01T00:00:00.000Z", "type": "session_meta", "payload": {"id": "x"}},
         event(1, type="user_message"),
         event(4, type="function_call", name="exec_command"),
+        event(4, type="token_count", info=None),
         usage(5, 800, 0),
+        usage(6, 800, 0),  # the same again: only the limits have changed
         event(9, type="function_call_output"),
         usage(12, 900, 800),
     )

@@ -20,6 +20,10 @@ from tenuto_server.sim.traces import Session, Trace, TraceFileError, open_text, 
 Reader = Callable[[Path], Trace]
 
 
+class UnknownFormat(TraceFileError):
+    """A file of JSON that is no trace. In a folder it stands beside traces: an index, a history, settings."""
+
+
 def read(source: str | Path) -> Trace:
     """Reads a trace file or a folder of them, or makes ``synthetic:<sessions>[:<seed>]``. Raises ``TraceFileError`` naming
     file and line."""
@@ -55,6 +59,8 @@ def _reader(path: Path) -> Reader:
     ):
         if fields <= head.keys():
             return reader
+    if "record_type" in head or {"instructions", "git"} <= head.keys():
+        raise UnknownFormat(f"{path}:1: a transcript of an early Codex, which holds no token counts")
     if "sessionId" in head or head.get("type") in (
         "summary",
         "session_meta",
@@ -62,7 +68,7 @@ def _reader(path: Path) -> Reader:
         "queue-operation",
     ):
         return transcripts.read_transcript
-    raise TraceFileError(f"{path}:1: no known trace format has the fields {', '.join(sorted(head)[:8])}")
+    raise UnknownFormat(f"{path}:1: no known trace format has the fields {', '.join(sorted(head)[:8])}")
 
 
 def _head(path: Path) -> Any:
@@ -92,14 +98,20 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _folder(folder: Path) -> Trace:
-    """Every session below a folder, whose files must be of one format (transcripts of one tool, traces of one corpus)."""
+    """Every session below a folder, whose traces must be of one format (transcripts of one tool, traces of one corpus). JSON
+    that is no trace is passed over, a damaged file is not."""
     sessions: list[Session] = []
     starts: list[float] = []
     formats: set[str] = set()
+    foreign: UnknownFormat | None = None
     for path in _files(folder):
         if path.stat().st_size == 0:
             continue
-        trace = _reader(path)(path)
+        try:
+            trace = _reader(path)(path)
+        except UnknownFormat as error:
+            foreign = foreign or error
+            continue
         formats.add(trace.format)
         if len(formats) > 1:
             raise TraceFileError(
@@ -108,5 +120,5 @@ def _folder(folder: Path) -> Trace:
         sessions.extend(trace.sessions)
         starts.extend(trace.starts_s or (0.0,) * len(trace.sessions))
     if not sessions:
-        raise TraceFileError(f"{folder}: no session in any .jsonl or .json file below it")
+        raise foreign or TraceFileError(f"{folder}: no session in any .jsonl or .json file below it")
     return Trace(folder.name, formats.pop(), tuple(sessions), tuple(starts) if any(starts) else ())

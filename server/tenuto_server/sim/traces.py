@@ -105,8 +105,8 @@ def open_text(path: Path) -> IO[str]:
         raise TraceFileError(f"{path}: {error.strerror or error}") from None
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) for every line that is not blank."""
+def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) for every line that is not blank. ``growing``: somebody may be writing the last line."""
     number = 0
     with open_text(path) as file:
         try:
@@ -116,6 +116,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
+                    if growing and not line.endswith("\n"):
+                        return
                     raise TraceFileError(f"{path}:{number}: not JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise TraceFileError(f"{path}:{number}: a JSON object was expected, not {type(row).__name__}")

@@ -6,12 +6,12 @@ and line for a row that cannot be understood.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tenuto_server.sim.traces import PauseClass, Request, Session, Trace, TraceFileError, json_lines, what
+from tenuto_server.sim.traces import Child, PauseClass, Request, Session, Trace, TraceFileError, json_lines, what
 
 
 @dataclass(slots=True)
@@ -27,27 +27,50 @@ class _Answer:
     calls_tool: bool
 
 
-def read_transcript(path: Path) -> Trace:
-    """One transcript file; a session of its own. A file without answers gives a trace without sessions."""
-    claude: dict[str, _Answer] = {}
-    codex: list[_Answer] = []
-    last_input_s: float | None = None
+@dataclass(slots=True)
+class _Thread:
+    """What one agent of a transcript has been seen to do."""
+
+    answers: dict[str, _Answer] = field(default_factory=dict)
+    input_s: float | None = None
     tool: str | None = None
-    for number, row in json_lines(path):
+    total: Any = None
+
+
+def read_transcript(path: Path) -> Trace:
+    """One transcript file; a session of its own, with subagents where they are written into it. A file without answers gives
+    a trace without sessions. A last line that is still being written is left out."""
+    threads: dict[str, _Thread] = {}
+    for number, row in json_lines(path, growing=True):
         try:
+            side = str(row.get("agentId") or "side") if row.get("isSidechain") else ""
+            thread = threads.setdefault(side, _Thread())
             if row.get("type") == "assistant" and isinstance(row.get("message"), dict):
-                _claude_answer(row, claude, last_input_s)
+                _claude_answer(row, thread.answers, thread.input_s)
             elif row.get("type") == "user" and "timestamp" in row:
-                last_input_s = _unix(row["timestamp"])
+                thread.input_s = _unix(row["timestamp"])
             elif isinstance(row.get("payload"), dict):
-                last_input_s, tool = _codex_row(row, codex, last_input_s, tool)
+                _codex_row(row, thread)
         except (KeyError, TypeError, ValueError) as error:
             raise TraceFileError(f"{path}:{number}: {what(error)}") from None
-    answers = sorted(claude.values(), key=lambda answer: answer.begin_s) if claude else codex
-    if not answers:
+    lines = {side: sorted(t.answers.values(), key=lambda a: a.begin_s) for side, t in threads.items() if t.answers}
+    if not lines:
         return Trace(path.name, "transcript", ())
-    session = Session(path.stem, _requests(answers))
-    return Trace(path.name, "transcript", (session,), (answers[0].begin_s,))
+    main = lines.pop("", [])
+    if not main:  # a subagent's own file
+        sessions = tuple(
+            Session(f"{path.stem}/{side}", _requests(found), 0, "subagent") for side, found in lines.items()
+        )
+        return Trace(path.name, "transcript", sessions, tuple(found[0].begin_s for found in lines.values()))
+    children = tuple(
+        Child(
+            max(1, sum(answer.begin_s <= found[0].begin_s for answer in main)),
+            Session(f"{path.stem}/{side}", _requests(found), 0, "subagent"),
+        )
+        for side, found in lines.items()
+    )
+    session = Session(path.stem, _requests(main), children=children)
+    return Trace(path.name, "transcript", (session,), (main[0].begin_s,))
 
 
 def _claude_answer(row: dict[str, Any], answers: dict[str, _Answer], input_s: float | None) -> None:
@@ -75,23 +98,24 @@ def _claude_answer(row: dict[str, Any], answers: dict[str, _Answer], input_s: fl
     known.tool = known.tool or (names[0] if names else None)
 
 
-def _codex_row(
-    row: dict[str, Any], answers: list[_Answer], input_s: float | None, tool: str | None
-) -> tuple[float | None, str | None]:
-    """Codex reports usage after each answer (``token_count``); its tool calls stand before."""
+def _codex_row(row: dict[str, Any], thread: _Thread) -> None:
+    """Codex reports usage after each answer (``token_count``), and again when its limits change; tool calls stand before."""
     payload, kind = row["payload"], row["payload"].get("type")
     if kind in ("user_message", "function_call_output", "custom_tool_call_output"):
-        return _unix(row["timestamp"]), tool
-    if kind in ("function_call", "custom_tool_call", "local_shell_call"):
-        return input_s, str(payload.get("name") or kind)
-    usage = (payload.get("info") or {}).get("last_token_usage") if kind == "token_count" else None
-    if not usage or int(usage["input_tokens"]) < 1:
-        return input_s, tool
-    end_s = _unix(row["timestamp"])
-    begin_s = min(end_s, input_s) if input_s is not None else end_s
+        thread.input_s = _unix(row["timestamp"])
+    elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
+        thread.tool = str(payload.get("name") or kind)
+    info = (payload.get("info") or {}) if kind == "token_count" else {}
+    usage, total = info.get("last_token_usage"), info.get("total_token_usage")
+    if not usage or int(usage["input_tokens"]) < 1 or (total is not None and total == thread.total):
+        return
+    thread.total = total
+    end_s, tool = _unix(row["timestamp"]), thread.tool
+    begin_s = min(end_s, thread.input_s) if thread.input_s is not None else end_s
     prompt, cached = int(usage["input_tokens"]), int(usage.get("cached_input_tokens") or 0)
-    answers.append(_Answer(begin_s, end_s, prompt, cached, int(usage["output_tokens"]), tool, tool is not None))
-    return input_s, None
+    answer = _Answer(begin_s, end_s, prompt, cached, int(usage["output_tokens"]), tool, tool is not None)
+    thread.answers[str(len(thread.answers))] = answer
+    thread.tool = None
 
 
 def _requests(answers: list[_Answer]) -> tuple[Request, ...]:
