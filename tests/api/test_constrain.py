@@ -192,7 +192,7 @@ def test_limits() -> None:
     with pytest.raises(ApiError, match="expected a JSON schema object"):
         check_schema([], "x")
     wide = {"enum": [f"{n:0100}" for n in range(6000)]}
-    with pytest.raises(ApiError, match="limit is 524288"):
+    with pytest.raises(ApiError, match="limit is 262144"):
         constraint(tool_format([]), response_schema=wide)
 
 

@@ -22,7 +22,7 @@ from tenuto_server.errors import TenutoServerError
 
 Json = dict[str, Any]
 
-SOURCE_CHARS_MAX = 512 * 1024
+SOURCE_CHARS_MAX = 256 * 1024
 DEPTH_MAX = 64
 _SPACE_MAX = 8
 """White space between two JSON tokens: a small model can otherwise write nothing else."""
@@ -84,8 +84,13 @@ def constraint(
         schemas = [(response_schema, response_field), *((tool.parameters, name) for tool, name in offered)]
         field, optional = response_field.partition(".")[0], False
     elif strict and not format.bare:
-        tags = [_tag(format, tool, tool.strict, alone=True) for tool, _ in offered]
-        body = {"type": "triggered_tags", "triggers": [format.begin[0]], "tags": tags, "stop_after_first": not parallel}
+        tag = _tag(format, [(tool, tool.strict) for tool, _ in offered], array=True)
+        body = {
+            "type": "triggered_tags",
+            "triggers": [format.begin[0]],
+            "tags": [tag],
+            "stop_after_first": not parallel,
+        }
         schemas = [(tool.parameters, name) for tool, name in offered if tool.strict]
         field, optional = "tools", True
     else:
@@ -161,7 +166,7 @@ def _calls(format: ToolFormat, tools: Sequence[ToolSpec], parallel: bool) -> Jso
     separator = {"llama3": "; ", "mistral": ", ", "mistral-v11": ""}.get(format.name, "\n")
     body: Json = {
         "type": "tags_with_separator",
-        "tags": [_tag(format, tool, True, alone=False) for tool in tools],
+        "tags": [_tag(format, [(tool, True) for tool in tools], array=False)],
         "separator": separator,
         "at_least_one": True,
         "stop_after_first": not parallel,
@@ -169,26 +174,32 @@ def _calls(format: ToolFormat, tools: Sequence[ToolSpec], parallel: bool) -> Jso
     return _sequence(_text(f"{format.begin[0]} ["), body, _text("]")) if array else body
 
 
-def _tag(format: ToolFormat, tool: ToolSpec, held: bool, alone: bool) -> Json:
-    """A call of one tool as the format writes it. ``held``: its arguments follow its schema, else any object.
-    ``alone``: the tag stands by itself in free text, array brackets included."""
-    schema = tool.parameters if held else {"type": "object"}
-    name = json.dumps(tool.name, ensure_ascii=False)
+def _tag(format: ToolFormat, tools: Sequence[tuple[ToolSpec, bool]], *, array: bool) -> Json:
+    """A call of one of the tools as the format writes it; those with True are held to their schema, else to any object.
+
+    One tag with a choice inside rather than a tag for each tool: what they have in common is compiled and masked once.
+    ``array``: Mistral's brackets are part of the tag.
+    """
+    style, names = "json", [json.dumps(tool.name, ensure_ascii=False) for tool, _ in tools]
     match format.name:
         case "qwen3-coder":
-            begin, end = f"<tool_call>\n<function={tool.name}>\n", "\n</function>\n</tool_call>"
-            return {"type": "tag", "begin": begin, "content": _schema(schema, "qwen_xml"), "end": end}
+            begin, end, style = "<tool_call>\n<function=", "\n</function>\n</tool_call>", "qwen_xml"
+            heads = [f"{tool.name}>\n" for tool, _ in tools]
         case "mistral-v11":
-            begin, end = f"{format.begin[0]}{tool.name}[ARGS]", ""
-        case "mistral":
-            begin, end = f'{{"name": {name}, "arguments": ', "}"
-            if alone:
-                begin, end = f"{format.begin[0]} [{begin}", f"{end}]"
-        case "llama3":
-            begin, end = f'{{"name": {name}, "parameters": ', "}"
+            begin, end = format.begin[0], ""
+            heads = [f"{tool.name}[ARGS]" for tool, _ in tools]
+        case "mistral" | "llama3":
+            begin, end = (f'{format.begin[0]} [{{"name": ', "}]") if array else ('{"name": ', "}")
+            heads = [f'{name}, "{format.arguments}": ' for name in names]
         case _:
-            begin, end = f'{format.begin[0]}\n{{"name": {name}, "arguments": ', f"}}\n{format.end}"
-    return {"type": "tag", "begin": begin, "content": _schema(schema), "end": end}
+            begin, end = f'{format.begin[0]}\n{{"name": ', f"}}\n{format.end}"
+            heads = [f'{name}, "{format.arguments}": ' for name in names]
+    choices = [
+        _sequence(_text(head), _schema(tool.parameters if held else {"type": "object"}, style))
+        for head, (tool, held) in zip(heads, tools, strict=True)
+    ]
+    content = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def _after_reasoning(format: ToolFormat, body: Json, reasoning: bool) -> Json:

@@ -10,6 +10,7 @@ The work is xgrammar's (an optional extra); it is imported at first use, since i
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import OrderedDict
@@ -59,12 +60,12 @@ class GrammarBook:
         self._compiler: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._open: dict[int, _Open] = {}
-        self._next = 0
+        self._numbers = itertools.count(1)
 
     # API threads.
 
     def compile(self, source: str) -> Any:
-        """A compiled grammar from the JSON text of a structural tag; may take a second, holding no lock of the engine's.
+        """A compiled grammar from the JSON text of a structural tag; may take seconds, and no lock of the engine's.
         Raises ``GrammarError``, ``GrammarsMissing``."""
         with self._compiling:
             if (known := self._compiled.get(source)) is not None:
@@ -83,13 +84,10 @@ class GrammarBook:
                     vocab_size=self._vocab_size,
                     stop_token_ids=list(self._eos_ids),
                 )
-                # Dynamic: a hostile schema can take minutes when all its masks are made at once.
-                self._compiler = xgrammar.GrammarCompiler(
-                    info, max_threads=1, cache_enabled=False, enable_dynamic_compilation=True
-                )
+                # All masks at once, here, rather than one by one on the engine thread, where everybody would wait.
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
             try:
                 compiled = self._compiler.compile_structural_tag(source)
-                xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(self._empty(1))
             except (RuntimeError, ValueError) as error:
                 raise GrammarError(_reason(error)) from None
             self._compiled[source] = compiled
@@ -99,11 +97,9 @@ class GrammarBook:
 
     def open(self, compiled: Any) -> int:
         """A matcher at the beginning of an answer; its number, never 0. Close it when the turn is over."""
-        matcher = _xgrammar().GrammarMatcher(compiled)
-        with self._compiling:
-            self._next += 1
-            self._open[self._next] = _Open(matcher)
-            return self._next
+        number = next(self._numbers)  # no lock: the caller must not wait for somebody else's compilation
+        self._open[number] = _Open(_xgrammar().GrammarMatcher(compiled))
+        return number
 
     def close(self, number: int) -> None:
         """Forgets a matcher. A row of its turn that is still under way is drawn without a mask: nobody reads it."""

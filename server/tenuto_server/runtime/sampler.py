@@ -52,14 +52,12 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[int]) 
 
 
 def mask_logits(logits: Tensor, rows: Sequence[int], masks: Tensor) -> None:
-    """Sets what is not allowed to minus infinity, in place. ``logits``: fp32 [R, V]; ``masks``: int32 [n, W], W * 32 >= V,
-    one row for each of ``rows``; bit v % 32 of word v // 32 allows token v."""
-    vocab = logits.shape[1]
-    index = torch.tensor(rows, device=logits.device)
-    words = masks.to(logits.device)
-    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
-    allowed = bits.view(len(rows), -1)[:, :vocab].bool()
-    logits[index] = logits[index].where(allowed, -torch.inf)
+    """Sets what is not allowed to minus infinity, in place. ``logits``: fp32 [R, V]; ``masks``: int32 [n, W] in host memory,
+    W * 32 >= V, one row for each of ``rows``; bit v % 32 of word v // 32 allows token v."""
+    bits = np.unpackbits(masks.numpy().astype("<i4", copy=False).view(np.uint8), axis=1, bitorder="little")
+    refused = torch.from_numpy(bits[:, : logits.shape[1]] == 0).to(logits.device)
+    for at, row in enumerate(rows):
+        logits[row].masked_fill_(refused[at], -torch.inf)
 
 
 def uniforms(seeds: Sequence[int], draws: Sequence[int]) -> NDArray[np.float64]:
