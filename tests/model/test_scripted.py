@@ -116,6 +116,20 @@ def test_chunks_do_not_matter() -> None:
     assert len(answers) == 1
 
 
+def test_a_row_may_be_asked_after_each_of_its_tokens() -> None:
+    """As when guessed tokens are checked: each answer sees only what comes before it."""
+    model = ScriptedModel(SCRIPT, TOKENIZER)
+    prompt = TOKENIZER.encode(scripted_chat().render([user("list docs")], []))
+    expected = TOKENIZER.encode_ordinary("I have no tools.")
+    ids = prompt + expected[:3] + [99]
+    pool = model.kv_layout(16).allocate(64, "cpu")
+    rows = AttentionRows((0, len(ids)), (len(ids),), torch.arange(64, dtype=torch.int32)[None])
+    at = torch.arange(len(ids))
+    asked = torch.arange(len(prompt) - 1, len(ids))
+    logits = model.forward(ForwardBatch(torch.tensor(ids), at, at, rows, asked), pool)
+    assert logits.argmax(dim=-1).tolist() == [*expected[:4], TOKENIZER.token_id("<|im_end|>")]
+
+
 def test_wrong_kv_is_an_error_not_another_answer() -> None:
     model = ScriptedModel(SCRIPT, TOKENIZER)
     pool = model.kv_layout(16).allocate(4, "cpu")

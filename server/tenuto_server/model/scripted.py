@@ -111,9 +111,13 @@ class ScriptedModel(Transformer):
         if self._script.prefill_tokens_per_s is not None:
             time.sleep(batch.rows.num_tokens / self._script.prefill_tokens_per_s)
         logits = torch.zeros((len(batch.logits_index), self.config.vocab_size), device=self.device)
+        contexts: dict[int, Ids] = {}
         for at, index in enumerate(batch.logits_index.tolist()):
             row = bisect_right(batch.rows.query_start, index) - 1
-            token = self._next(self._context(batch, pool, row))
+            if row not in contexts:
+                contexts[row] = self._context(batch, pool, row)
+            # A row may be asked for a token after each of its last ones: what comes later is not context.
+            token = self._next(contexts[row][: int(batch.positions[index]) + 1])
             if token is None:
                 logits[at] = self._closing
                 token = self._end
