@@ -328,7 +328,8 @@ class CacheReport(Wire):
 
 
 class SessionView(Wire):
-    """One node of ``GET /v1/sessions``. Residency is in tokens by tier; ages and waits are seconds."""
+    """One node of ``GET /v1/sessions``. Residency is in tokens by tier; ages and waits are seconds. ``drafted``,
+    ``confirmed``: tokens of its answers that were guessed ahead, and those of them that were right."""
 
     id: str
     parent: str | None = None
@@ -344,6 +345,8 @@ class SessionView(Wire):
     forecast: Forecast | None = None
     resident: dict[Tier, int] = Field(default_factory=dict)
     lease: Lease | None = None
+    drafted: int = 0
+    confirmed: int = 0
     last: CacheReport | None = None
 
 

@@ -192,6 +192,7 @@ def _executor(
         policy=config.policy,
         max_context_tokens=context,
         step_tokens_max=config.step_tokens_max or base.step_tokens_max,
+        speculate_tokens_max=config.speculate,
         prefill_a_s=costs.prefill_a_s,
         prefill_b_s=costs.prefill_b_s,
         host_bytes_per_s=costs.host_bytes_per_s or base.host_bytes_per_s,

@@ -43,6 +43,8 @@ class EngineConfig:
     policy: str = "tenuto"
     max_context_tokens: int = 8192
     step_tokens_max: int = 512
+    speculate_tokens_max: int = 8
+    speculate_batch_max: int = 16
     running_max: int = 32
     reserve_tokens_max: int = 2048
     waiting_max: int = 1024
@@ -87,6 +89,7 @@ class ServerConfig:
     disk_bandwidth: float | None = None
     step_tokens_max: int | None = None
     max_context_tokens: int | None = None
+    speculate: int = 8
     invariant: bool = False
     threads: int | None = None
     api_keys: dict[str, str] = field(default_factory=dict)

@@ -61,6 +61,13 @@ def serve_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="CPU threads of the model (default: torch's choice)")
     add("--max-context", type=int, dest="max_context_tokens", help="tokens of context (default: the model's)")
     add("--step-tokens", type=int, dest="step_tokens_max", help="tokens computed in one step")
+    add(
+        "--speculate",
+        type=int,
+        metavar="N",
+        default=default.speculate,
+        help="tokens to guess ahead from the context; exact, and 0 turns it off",
+    )
     add("--invariant", action="store_true", help="make every result independent of its batch (slower; for tests)")
     group = parser.add_argument_group("KV tiers")
     add = group.add_argument
@@ -113,7 +120,13 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
         raise ConfigError("--disk-bytes needs --disk-dir: say where the disk tier may live")
     if config.secret is not None and len(config.secret) < SECRET_CHARS_MIN:
         raise ConfigError(f"--secret must have at least {SECRET_CHARS_MIN} characters, got {len(config.secret)}")
-    for name, least in (("block_tokens", 1), ("threads", 1), ("step_tokens_max", 1), ("max_context_tokens", 2)):
+    for name, least in (
+        ("block_tokens", 1),
+        ("threads", 1),
+        ("speculate", 0),
+        ("step_tokens_max", 1),
+        ("max_context_tokens", 2),
+    ):
         value = getattr(config, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

@@ -109,7 +109,8 @@ class QuerySessions:
 
 @dataclass(frozen=True, slots=True)
 class ForwardDone:
-    """The forward of ``step`` ended. ``sampled``: (sequence, token) for every row that asked for one.
+    """The forward of ``step`` ended. ``sampled``: (sequence, token) for every row that asked for one; for a row with
+    guesses one more for each guess that was confirmed, in order.
 
     ``failed`` carries a reason when nothing of it may be trusted; its rows are computed again or failed.
     """

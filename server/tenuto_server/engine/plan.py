@@ -17,7 +17,9 @@ class ForwardRow:
     """One contiguous range of one sequence to compute.
 
     ``tokens``: int32 [n], at absolute positions ``start .. start + n``. ``blocks``: device slots int32 covering positions
-    0 .. start + n. ``sample``: draw the next token after the last of them, as number ``draw`` of the turn.
+    0 .. start + n. ``sample``: draw the next token after the last of them, as number ``draw`` of the turn. The last
+    ``draft`` of the tokens are guesses: a token is drawn after the one before them (as number ``draw``) and, as long as what
+    is drawn is what was guessed, after each guess.
     """
 
     seq: int
@@ -27,6 +29,7 @@ class ForwardRow:
     sample: bool
     sampling: Sampling
     draw: int = 0
+    draft: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

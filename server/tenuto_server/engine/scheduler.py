@@ -32,6 +32,7 @@ class _Planned:
     end: int
     sample: bool
     recomputes: str | None
+    draft: int = 0
 
 
 class Scheduler:
@@ -264,11 +265,13 @@ class Scheduler:
                 core.cache.reconcile(sequence.table)
         decoding = [s for s in self.running if s.decoding]
         prefilling = [s for s in self.running if not s.decoding]
+        # Guesses are cheap while a forward is bound by memory: few tokens in all.
+        guesses = max(0, core.config.speculate_batch_max - len(decoding)) // max(1, len(decoding))
         for sequence in (*decoding, *prefilling):
             if budget <= 0:
                 break
             if sequence in self.running:  # it may have been preempted for one before it
-                budget -= self._plan_sequence(sequence, budget, rows, copies)
+                budget -= self._plan_sequence(sequence, budget, rows, copies, guesses if sequence.decoding else 0)
         if not rows:
             self._end_starved()
             return None
@@ -282,7 +285,12 @@ class Scheduler:
             self.finish(starved, "length")
 
     def _plan_sequence(
-        self, sequence: Sequence, budget: int, rows: list[ForwardRow], copies: list[tuple[int, int]]
+        self,
+        sequence: Sequence,
+        budget: int,
+        rows: list[ForwardRow],
+        copies: list[tuple[int, int]],
+        guesses: int = 0,
     ) -> int:
         cache, table = self._core.cache, sequence.table
         assert table is not None
@@ -304,9 +312,11 @@ class Scheduler:
             copy = cache.take_copy(table) if copying else None
             if copy is not None:
                 copies.append(copy)
+            sample = end == sequence.count and sequence.turn.sampling.max_tokens > 0
+            draft = self._guess(sequence, min(guesses, budget - used - 1)) if sample and guesses else 0
+            end += draft
             start, table.front = table.front, end
             used += end - start
-            sample = end == sequence.count and sequence.turn.sampling.max_tokens > 0
             rows.append(
                 ForwardRow(
                     sequence.id,
@@ -316,11 +326,49 @@ class Scheduler:
                     sample,
                     sequence.turn.sampling,
                     sequence.generated,
+                    draft,
                 )
             )
             below = waits.best_tier() if waits is not None else None
-            self._flight.append(_Planned(sequence, start, end, sample, TIERS[below] if below else None))
+            self._flight.append(_Planned(sequence, start, end, sample, TIERS[below] if below else None, draft))
         return used
+
+    def _guess(self, sequence: Sequence, limit: int) -> int:
+        """Writes guesses behind the sequence's tokens and takes room for them; how many. Nobody loses a block for them."""
+        core, table, sampling = self._core, sequence.table, sequence.turn.sampling
+        assert table is not None
+        left = min(sampling.max_tokens - sequence.generated, core.config.max_context_tokens - sequence.count) - 1
+        limit = min(limit, left, core.config.speculate_tokens_max)
+        if sampling.grammar or limit <= 0:
+            return 0
+        guess = sequence.guesser.guess(sequence.tokens[: sequence.count], limit)
+        size = core.cache.block_tokens
+        held = -(-sequence.count // size) * size - sequence.count
+        if len(guess) > held and not core.cache.tiers.pools[DEVICE].free:
+            guess = guess[:held]
+        if not len(guess) or not core.cache.allocate(table, sequence.count + len(guess), core.now_ns):
+            return 0
+        sequence.room_for(len(guess))
+        sequence.tokens[sequence.count : sequence.count + len(guess)] = guess
+        return len(guess)
+
+    def _confirm(self, planned: _Planned, drawn: list[int]) -> None:
+        """Only the guesses that were drawn, up to where the turn ends, count as computed."""
+        if not planned.draft:
+            return
+        sequence, table = planned.sequence, planned.sequence.table
+        assert table is not None
+        confirmed = max(0, len(drawn) - 1)
+        stops = sequence.turn.sampling.stop_ids if not sequence.turn.sampling.ignore_eos else frozenset()
+        ended = next((at for at, token in enumerate(drawn) if token in stops), confirmed)
+        self._core.count("drafted_tokens", planned.draft)
+        self._core.count("confirmed_tokens", confirmed)
+        sequence.guesser.judge(planned.draft, confirmed, self._core.config.speculate_tokens_max)
+        sequence.session.drafted += planned.draft
+        sequence.session.confirmed += confirmed
+        leaving = sequence.cancelled or sequence.stop_at is not None or sequence not in self.running
+        planned.end -= planned.draft - (0 if leaving else min(ended, confirmed))
+        table.front = planned.end
 
     def _allocate(self, sequence: Sequence, end: int) -> bool:
         """Blocks for a sequence up to ``end``: from free and retained ones first, by preempting others at last."""
@@ -349,16 +397,20 @@ class Scheduler:
         if event.failed is not None:
             self._undo(flight, event.failed)
             return
-        sampled = dict(event.sampled)
+        sampled: dict[int, list[int]] = {}
+        for number, token in event.sampled:
+            sampled.setdefault(number, []).append(token)
         self._learn(flight, event.elapsed_ns)
         for planned in flight:
             sequence, table = planned.sequence, planned.sequence.table
             assert table is not None
+            self._confirm(planned, sampled.get(sequence.id, []))
             if planned.end > table.path_tokens(core.cache.block_tokens):
                 core.cache.copied(table)
             core.cache.publish(table, sequence.tokens, planned.start, planned.end)
             count = planned.end - planned.start
-            core.count("decode_tokens" if sequence.generated and count == 1 else "prefill_tokens", count)
+            decoded = sequence.generated and (count == 1 or planned.draft)
+            core.count("decode_tokens" if decoded else "prefill_tokens", count)
             self._reclassify(sequence, planned, count)
         for planned in flight:
             sequence = planned.sequence
@@ -367,7 +419,7 @@ class Scheduler:
             if sequence.cancelled or sequence.stop_at is not None:
                 self.finish(sequence, "cancelled" if sequence.cancelled else "stop")
             elif planned.sample:
-                self._sampled(sequence, sampled.get(sequence.id))
+                self._sampled(sequence, sampled.get(sequence.id, []))
             elif planned.end == sequence.count and sequence.turn.sampling.max_tokens == 0:
                 self.finish(sequence, "length")
 
@@ -379,20 +431,28 @@ class Scheduler:
             self._lose(sequence, "capacity", count)
             self._core.count("computed_instead_of_loaded", count)
 
-    def _sampled(self, sequence: Sequence, token: int | None) -> None:
+    def _sampled(self, sequence: Sequence, drawn: list[int]) -> None:
         core, sampling = self._core, sequence.turn.sampling
-        if token is None:
+        if not drawn:
             self.finish(sequence, "error", "the executor returned no token for a row that asked for one")
             return
         if sequence.first_token_ns is None:
             sequence.first_token_ns = core.now_ns
-        if token in sampling.stop_ids and not sampling.ignore_eos:
-            self.finish(sequence, "stop")
-            return
-        sequence.append(token)
-        core.outputs.append(TokensOut(sequence.turn.request_id, (token,)))
-        if sequence.generated >= sampling.max_tokens or sequence.count >= core.config.max_context_tokens:
-            self.finish(sequence, "length")
+        reason: FinishReason | None = None
+        said: list[int] = []
+        for token in drawn:
+            if token in sampling.stop_ids and not sampling.ignore_eos:
+                reason = "stop"
+                break
+            sequence.append(token)
+            said.append(token)
+            if sequence.generated >= sampling.max_tokens or sequence.count >= core.config.max_context_tokens:
+                reason = "length"
+                break
+        if said:
+            core.outputs.append(TokensOut(sequence.turn.request_id, tuple(said)))
+        if reason is not None:
+            self.finish(sequence, reason)
 
     def _undo(self, flight: list[_Planned], reason: str) -> None:
         """Nothing of a failed forward is trusted: its rows are planned again, and given up after a few failures."""

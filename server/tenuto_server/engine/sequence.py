@@ -10,6 +10,7 @@ from tenuto.wire import CacheReport, Divergence, Receipt
 from tenuto_server.cache.table import BlockTable
 from tenuto_server.engine.events import SubmitTurn, TokenArray
 from tenuto_server.engine.session import Session
+from tenuto_server.engine.speculate import Guesser
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,7 @@ class Sequence:
     stop_at: int | None = None
     failures: int = 0
     first_token_ns: int | None = None
+    guesser: Guesser = field(default_factory=Guesser)
     preemptions: int = 0
     cached: dict[str, int] = field(default_factory=dict)
     recomputed: dict[str, int] = field(default_factory=dict)
@@ -59,13 +61,17 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Adds a sampled token."""
-        if self.count == len(self.tokens):
-            grown = np.empty(self.count + 256, np.int32)
-            grown[: self.count] = self.tokens
-            self.tokens = grown
+        self.room_for(1)
         self.tokens[self.count] = token
         self.count += 1
         self.generated += 1
+
+    def room_for(self, more: int) -> None:
+        """Makes ``tokens`` at least that much longer than ``count``."""
+        if self.count + more > len(self.tokens):
+            grown = np.empty(self.count + more + 256, np.int32)
+            grown[: self.count] = self.tokens[: self.count]
+            self.tokens = grown
 
     def report(self, session: Session, now_ns: int) -> CacheReport:
         """What the answer tells about its cache."""

@@ -89,7 +89,10 @@ class Session:
     last_pause_s: float = 0.0
     turn_began_ns: int | None = None
     retention: Retention | None = None
+    drafted: int = 0
+    confirmed: int = 0
     lease_until_ns: int = 0
+    lease_tier: TierName = "device"
     lease_tokens: int = 0
     lease_id: int = 0
     lease_broken: bool = False
@@ -234,5 +237,7 @@ class SessionTable:
             forecast=pause.forecast if pause else None,
             resident={tier: resident[tier] for tier in ("device", "host", "disk") if tier in resident},
             lease=session.lease(now_ns),
+            drafted=session.drafted,
+            confirmed=session.confirmed,
             last=session.last,
         )

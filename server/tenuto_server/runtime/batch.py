@@ -41,14 +41,17 @@ class BatchBuilder:
         block, offset = np.divmod(positions, self._block_tokens)
         np.multiply(table[owner, block], self._block_tokens, out=slots, dtype=np.int64, casting="same_kind")
         slots += offset
-        sampled = [index for index, row in enumerate(rows) if row.sample]
+        ends_at = query_start[1:].tolist()
+        sampled = [
+            at for end, row in zip(ends_at, rows, strict=True) if row.sample for at in range(end - 1 - row.draft, end)
+        ]
         attention = AttentionRows(tuple(query_start.tolist()), tuple(ends.tolist()), self._tensor(table))
         return ForwardBatch(
             self._tensor(tokens),
             self._tensor(positions),
             self._tensor(slots),
             attention,
-            self._tensor(query_start[1:][sampled] - 1),
+            self._tensor(np.array(sampled, dtype=np.int64)),
         )
 
     def _check(

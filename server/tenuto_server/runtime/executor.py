@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tenuto_kernels.ops import copy_blocks
 from tenuto_server.engine.events import DiskRecovered, Event, ForwardDone
-from tenuto_server.engine.plan import ForwardPlan, Transfer
+from tenuto_server.engine.plan import ForwardPlan, ForwardRow, Transfer
 from tenuto_server.model.transformer import Transformer
 from tenuto_server.runtime.batch import BatchBuilder
 from tenuto_server.runtime.disk import DiskTier
@@ -81,13 +82,13 @@ class TorchExecutor:
             computing = time.perf_counter_ns()
             logits = self.transformer.forward(batch, pool)
             self._counts["model_ns"] += time.perf_counter_ns() - computing
-            rows = [row for row in plan.rows if row.sample]
+            rows = [each for row in plan.rows if row.sample for each in _draws(row)]
             if self.grammars is not None:
                 self.grammars.constrain(logits, rows)
             tokens = sample(logits, [row.sampling for row in rows], [row.draw for row in rows])
             if self.grammars is not None:
                 self.grammars.advance(rows, tokens)
-            sampled = tuple((row.seq, token) for row, token in zip(rows, tokens, strict=True))
+            sampled = tuple(confirmed(plan.rows, tokens))
             self._counts["tokens"] += batch.rows.num_tokens
         if pool.device.type == "cuda":
             # Without a token to read nothing has waited for the kernels yet, and a failure would surface elsewhere.
@@ -139,3 +140,28 @@ class TorchExecutor:
     def close(self) -> None:
         """Stop the workers, close the disk tier."""
         self.transfers.close()
+
+
+def _draws(row: ForwardRow) -> list[ForwardRow]:
+    """The row once for every token that may be drawn from it, with the number of that draw."""
+    if not row.draft:
+        return [row]
+    return [replace(row, draw=row.draw + ahead) for ahead in range(row.draft + 1)]
+
+
+def confirmed(rows: Sequence[ForwardRow], tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """What was really drawn of the rows that sample: (sequence, token) up to the first that was not guessed.
+
+    ``tokens``: for each such row one token for each of its draft + 1 draws.
+    """
+    at = 0
+    for row in rows:
+        if not row.sample:
+            continue
+        drawn = tokens[at : at + row.draft + 1]
+        at += row.draft + 1
+        guesses = row.tokens[len(row.tokens) - row.draft :].tolist()
+        for ahead, token in enumerate(drawn):
+            yield row.seq, token
+            if ahead < row.draft and guesses[ahead] != token:
+                break

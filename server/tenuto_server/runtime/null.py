@@ -87,7 +87,7 @@ class NullExecutor:
             self._grow(max(source, target))
             self._device[target] = self._device[source]
         drawn = {id(row): self._row(row) for row in sorted(plan.rows, key=lambda row: row.start)}
-        sampled = tuple((row.seq, token) for row in plan.rows if (token := drawn[id(row)]) is not None)
+        sampled = tuple((row.seq, token) for row in plan.rows for token in drawn[id(row)])
         self._figures["forwards"] += 1
         return ForwardDone(plan.step, sampled, elapsed_ns=int(self._step_s * 1e9))
 
@@ -158,7 +158,8 @@ class NullExecutor:
 
     # Arithmetic.
 
-    def _row(self, row: ForwardRow) -> int | None:
+    def _row(self, row: ForwardRow) -> list[int]:
+        """Stores the row; the tokens drawn: one, and one more after each guess that was right."""
         size, count = self.block_tokens, len(row.tokens)
         end = row.start + count
         if not count or len(row.blocks) * size < end:
@@ -172,12 +173,15 @@ class NullExecutor:
         positions = np.arange(row.start, end)
         self._device[row.blocks[positions // size], positions % size] = np.diff(sums)
         self.tokens_computed += count
-        if not row.sample:
-            return None
-        state = int(sums[-1])
-        if row.sampling.temperature > 0:
-            state ^= ((row.sampling.seed * 0x5851F42D4C957F2D + row.draw + 1) * _M) & _MASK
-        return self._low + _mix(state) % (self._vocab - self._low)
+        drawn: list[int] = []
+        for ahead in range(row.draft + 1 if row.sample else 0):
+            state = int(sums[count - row.draft + ahead])
+            if row.sampling.temperature > 0:
+                state ^= ((row.sampling.seed * 0x5851F42D4C957F2D + row.draw + ahead + 1) * _M) & _MASK
+            drawn.append(self._low + _mix(state) % (self._vocab - self._low))
+            if ahead < row.draft and row.tokens[count - row.draft + ahead] != drawn[-1]:
+                break
+        return drawn
 
     def _grow(self, slot: int) -> None:
         if slot >= len(self._device):
