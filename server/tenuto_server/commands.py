@@ -309,6 +309,7 @@ async def _run(service: Service, listener: socket.socket, port_file: Path | None
     settings = uvicorn.Config(
         create_app(service),
         http=HttpProtocol,
+        ws="none",  # a handshake is answered with 426, whatever is installed
         h11_max_incomplete_event_size=4 * service.config.header_bytes_max,
         log_config=None,
         access_log=False,

@@ -154,6 +154,7 @@ class Site:
             uvicorn.Config(
                 create_app(service),
                 http=HttpProtocol,
+                ws="none",
                 h11_max_incomplete_event_size=4 * config.header_bytes_max,
                 log_config=None,
                 access_log=False,

@@ -25,7 +25,24 @@ texts = st.sampled_from(
     ["hi", "", "<|im_end|>", "\ufdd0\ufdd1" + "0" * 32 + "\ufdd1", "\ud800", "x-anthropic-billing-header: a"]
 )
 kinds = st.sampled_from(
-    ["text", "input_text", "tool_use", "tool_result", "thinking", "image", "function_call", "function_call_output", "custom_tool_call", "reasoning", "message", "compaction", "item_reference", "tool_reference", "web_search_call", "new"]
+    [
+        "text",
+        "input_text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "image",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "reasoning",
+        "message",
+        "compaction",
+        "item_reference",
+        "tool_reference",
+        "web_search_call",
+        "new",
+    ]
 )
 FIELDS = ["type", "text", "content", "id", "name", "input", "arguments", "tool_use_id", "call_id", "output", "thinking"]
 FIELDS += ["signature", "encrypted_content", "summary", "role", "tool_calls", "function", "namespace", "cache_control"]

@@ -117,6 +117,9 @@ def test_the_view_shows_the_tree_the_model_and_the_pause(live):
 def test_what_is_inferred_is_metered(live):
     message(live, [user("hi")])
     message(live, [user("hi"), {"role": "assistant", "content": "x"}, user("y")], model="claude-x")
+    message(live, [user("a title")], tools=[], system="titles")
     text = live.request("GET", "/metrics")[2].decode()
+    assert 'tenuto_api_prompt_tokens_total{kind="turn"} ' in text
+    assert 'tenuto_api_cached_tokens_total{kind="side"} ' in text
     assert 'tenuto_api_inferred_total{kind="model_switch"} 1.0' in text
     assert "tenuto_api_prompt_memory_bytes " in text

@@ -108,6 +108,18 @@ def test_a_generated_tool_call_keeps_its_own_spelling():
     assert after.tokens.tolist()[: len(prompt.tokens) + len(ids)] == prompt.tokens.tolist() + ids
 
 
+def test_a_space_that_the_template_adds_does_not_come_between():
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+        "{% else %}{{ ' ' + m.content + '<|endoftext|>' }}{% endif %}{% endfor %}"
+    )
+    builder = PromptBuilder(TOKENIZER, ChatTemplate(source))
+    prompt, ids = builder.chat([user("hi")]), TOKENIZER.encode(" the answer")
+    builder.remember_answer(prompt, said("the answer"), ids)
+    after = builder.chat([user("hi"), said("the answer"), user("more")]).tokens.tolist()
+    assert after[: len(prompt.tokens) + len(ids) + 1] == [*prompt.tokens.tolist(), *ids, 0]
+
+
 def test_a_template_that_refuses_a_spliced_answer_gets_the_message_itself():
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}{{ raise_exception('calls only') }}"
@@ -143,11 +155,11 @@ def test_memory_is_bounded_in_bytes_and_forgets_the_oldest():
     encoded = Encoded(np.zeros(1000, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
     for number in range(50):
         memory.remember("x" * 4000, encoded, [b"%d" % number], [True])
-        memory.remember_answer(b"a%d" % number, [1] * 100)
+        memory.remember_answer(b"a%d" % number, [1] * 100, "assistant\n")
         assert memory.bytes <= 100_000
     assert memory.find([b"0"]) == (None, 0)
     assert memory.find([b"49", b"50"])[1] == 1
-    assert memory.answer(b"a49") is not None
+    assert memory.answer(b"a49").lead == "assistant\n"
 
 
 @pytest.mark.parametrize(

@@ -351,3 +351,9 @@ def test_a_stream_that_fails_ends_with_an_error_event(make_site, wait):
     thread.join(10)
     assert seen[-1]["type"] == "error"
     assert seen[-1]["error"]["type"] == "overloaded_error"
+
+
+def test_the_model_list_reads_in_this_dialect(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.type, model.display_name) == ("toy", "model", "toy")
+    assert client.models.retrieve("toy").id == "toy"

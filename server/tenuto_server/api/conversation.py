@@ -51,8 +51,12 @@ class Conversation:
 
     @property
     def last_role(self) -> str | None:
-        """The role of the last message."""
-        return self.messages[-1]["role"] if self.messages else None
+        """The role of the client's last message: ``tool`` if it holds a result, whatever text stands beside that."""
+        if not self.messages:
+            return None
+        place = self.places[-1]
+        last = [m["role"] for m, at in zip(self.messages, self.places, strict=True) if at == place and at is not None]
+        return "tool" if "tool" in last else self.messages[-1]["role"]
 
 
 class Writer:

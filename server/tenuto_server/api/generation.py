@@ -107,6 +107,8 @@ class Generation:
     def _account(self, outcome: str) -> None:
         """Meters, one log line and the span's end."""
         seconds, report, turn = time.monotonic() - self._began, self.report, self._job.turn
+        if self._job.arrival is not None and self.finish is not None:
+            self._service.traffic.account(self._job.arrival, len(turn.tokens), report.cached_tokens)
         self._service.meters.request.labels(outcome).observe(seconds)
         log_event(
             logger,

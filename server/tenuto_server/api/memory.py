@@ -41,6 +41,18 @@ class Known:
         return 4 * len(self.text) + self.encoded.tokens.nbytes + 16 * len(self.encoded.chars) + _ENTRY_BYTES
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """Ids that were generated, and the ``lead``: the prompt's text between its last control token and them."""
+
+    ids: TokenArray
+    lead: str
+
+    @property
+    def size(self) -> int:
+        return self.ids.nbytes + 4 * len(self.lead) + _ENTRY_BYTES
+
+
 class PromptMemory:
     """``bytes_max`` bounds both tables together. Safe to share between threads."""
 
@@ -49,7 +61,7 @@ class PromptMemory:
         self._lock = threading.Lock()
         self._known: OrderedDict[int, Known] = OrderedDict()
         self._by_link: dict[Digest, int] = {}
-        self._answers: OrderedDict[Digest, TokenArray] = OrderedDict()
+        self._answers: OrderedDict[Digest, Generated] = OrderedDict()
         self._next = 0
         self.bytes = 0
         self.hits = 0
@@ -89,21 +101,20 @@ class PromptMemory:
 
     # ---- answers -------------------------------------------------------------------------------------------------
 
-    def answer(self, link: Digest) -> TokenArray | None:
-        """The ids that were generated as the answer whose chain ends with ``link``."""
+    def answer(self, link: Digest) -> Generated | None:
+        """What was generated as the answer whose chain ends with ``link``."""
         with self._lock:
-            if (ids := self._answers.get(link)) is not None:
+            if (found := self._answers.get(link)) is not None:
                 self._answers.move_to_end(link)
-            return ids
+            return found
 
-    def remember_answer(self, link: Digest, ids: Sequence[int]) -> None:
+    def remember_answer(self, link: Digest, ids: Sequence[int], lead: str) -> None:
         """Keeps generated ids under the chain that the answer will have when it comes back."""
-        array = np.asarray(ids, np.int32)
+        generated = Generated(np.asarray(ids, np.int32), lead)
         with self._lock:
             old = self._answers.pop(link, None)
-            self.bytes -= old.nbytes + _ENTRY_BYTES if old is not None else 0
-            self._answers[link] = array
-            self.bytes += array.nbytes + _ENTRY_BYTES
+            self._answers[link] = generated
+            self.bytes += generated.size - (old.size if old is not None else 0)
             self._trim()
 
     def _trim(self) -> None:
@@ -112,8 +123,8 @@ class PromptMemory:
             if len(self._known) > 1 or not self._answers:
                 self._forget(next(iter(self._known)))
             else:
-                _, array = self._answers.popitem(last=False)
-                self.bytes -= array.nbytes + _ENTRY_BYTES
+                _, generated = self._answers.popitem(last=False)
+                self.bytes -= generated.size
 
 
 def chain(scope: str, digests: Sequence[Digest]) -> list[Digest]:

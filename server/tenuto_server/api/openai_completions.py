@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter
@@ -94,7 +95,9 @@ async def models(request: Request) -> Response:
     """The one model that is served."""
     service = service_of(request)
     service.keys.tenant(request.headers)
-    return json_response({"object": "list", "data": [model_card(service)]})
+    card = model_card(service)
+    ends = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+    return json_response({"object": "list", "data": [card], **ends})
 
 
 @router.get("/v1/models/{model:path}")
@@ -107,10 +110,14 @@ async def model(request: Request, model: str) -> Response:
 
 
 def model_card(service: Service) -> dict[str, Any]:
-    """``max_model_len``: the context in tokens, under the name that clients of other engines read."""
+    """The model in the words of both vendors' APIs. ``max_model_len``: the context in tokens, under the name that clients of
+    other engines read."""
     return {
         "id": service.model.name,
         "object": "model",
+        "type": "model",
+        "display_name": service.model.name,
+        "created_at": datetime.fromtimestamp(service.model.created, UTC).isoformat(),
         "created": service.model.created,
         "owned_by": "tenuto",
         "max_model_len": service.model.max_context_tokens,

@@ -21,7 +21,7 @@ from tenuto.wire import Divergence
 from tenuto_server.api.conversation import Conversation, Json, from_chat
 from tenuto_server.api.errors import bad_request
 from tenuto_server.api.fitting import Fitting
-from tenuto_server.api.memory import Digest, Known, PromptMemory, chain, digest_of, extend
+from tenuto_server.api.memory import Digest, Generated, Known, PromptMemory, chain, digest_of, extend
 from tenuto_server.api.outline import digest_tool
 from tenuto_server.api.shield import SPLICE, Encoded, Shield
 from tenuto_server.api.tools import ToolSpec
@@ -96,8 +96,8 @@ class PromptBuilder:
         if self._shield.on and links:
             self.memory.remember(prompt.raw, encoded, links, clean)
         text = self._shield.reveal(prompt.raw)
-        for key, ids in answers.items():
-            text = text.replace(f"{SPLICE}{key}{SPLICE}", self._tokenizer.decode(ids.tolist()))
+        for key, answer in answers.items():
+            text = text.replace(f"{SPLICE}{key}{SPLICE}", self._tokenizer.decode(answer.ids.tolist()))
         return Prompt(
             encoded.tokens,
             text,
@@ -135,23 +135,26 @@ class PromptBuilder:
     def remember_answer(self, prompt: Prompt, message: Json, ids: Sequence[int]) -> None:
         """Keeps what was generated after ``prompt``: when ``message`` comes back behind it, it is these ids. An answer with
         reasoning is left to the template, which may strip it."""
-        if prompt.link is not None and self._shield.on and not message.get("reasoning_content"):
-            self.memory.remember_answer(extend(prompt.link, digest_of(message)), ids)
+        if prompt.link is None or prompt.encoded is None or not self._shield.on or message.get("reasoning_content"):
+            return
+        chars = prompt.encoded.chars
+        lead = prompt.raw[int(chars[-1]) :] if len(chars) else prompt.raw
+        self.memory.remember_answer(extend(prompt.link, digest_of(message)), ids, lead)
 
     # ---- rendering -----------------------------------------------------------------------------------------------
 
-    def _answers(self, talk: Conversation, links: list[Digest]) -> dict[str, TokenArray]:
-        """The answers of the conversation that were generated here: ids by key."""
-        found: dict[str, TokenArray] = {}
+    def _answers(self, talk: Conversation, links: list[Digest]) -> dict[str, Generated]:
+        """The answers of the conversation that were generated here, by key."""
+        found: dict[str, Generated] = {}
         for link, message in zip(links, talk.messages, strict=True):
             if not self._shield.on or message["role"] != "assistant" or message.get("reasoning_content"):
                 continue
-            if (ids := self.memory.answer(link)) is not None:
-                found[link.hex()] = ids
+            if (answer := self.memory.answer(link)) is not None:
+                found[link.hex()] = answer
         return found
 
     def _render(
-        self, talk: Conversation, hidden: Conversation, links: list[Digest], answers: dict[str, TokenArray]
+        self, talk: Conversation, hidden: Conversation, links: list[Digest], answers: dict[str, Generated]
     ) -> Prompt:
         """With the answers' keys in their places; without, should the template refuse that (``answers`` is then emptied);
         as plain text at last."""
@@ -214,11 +217,11 @@ class PromptBuilder:
 
     # ---- encoding ------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt, known: Known | None, answers: dict[str, TokenArray]) -> tuple[Encoded, int]:
+    def _encode(self, prompt: Prompt, known: Known | None, answers: dict[str, Generated]) -> tuple[Encoded, int]:
         """Ids of the rendered text and how many of them were known."""
         if not self._shield.on:
             return Encoded(_ids(self._tokenizer.encode(prompt.raw)), _NOTHING, _NOTHING), 0
-        ids = {key: array.tolist() for key, array in answers.items()}
+        ids = {key: (answer.lead, answer.ids.tolist()) for key, answer in answers.items()}
         char = token = keep = 0
         if known is not None:
             keep = _kept(prompt.raw, known)
@@ -287,7 +290,7 @@ class PromptBuilder:
         return start <= at < end
 
 
-def _spliced(talk: Conversation, links: list[Digest], answers: dict[str, TokenArray]) -> Conversation:
+def _spliced(talk: Conversation, links: list[Digest], answers: dict[str, Generated]) -> Conversation:
     """The conversation with the keys of answers in their places."""
     if not answers:
         return talk

@@ -157,9 +157,12 @@ class Service:
 
     def _figures(self) -> dict[str, float | dict[str, float]]:
         """What this side holds and has concluded, for the meters."""
+        traffic = self.traffic
         return {
-            "api_inferred_total": {name: float(count) for name, count in sorted(self.traffic.counts.items())},
-            "api_sessions_tracked": float(self.traffic.sessions),
+            "api_inferred_total": {name: float(count) for name, count in sorted(traffic.counts.items())},
+            "api_prompt_tokens_total": {kind: float(n) for kind, n in sorted(traffic.prompt_tokens.items())},
+            "api_cached_tokens_total": {kind: float(n) for kind, n in sorted(traffic.cached_tokens.items())},
+            "api_sessions_tracked": float(traffic.sessions),
             "api_prompt_memory_bytes": float(self.prompts.memory.bytes),
             "api_prompt_memory_hits_total": float(self.prompts.memory.hits),
             "api_stored_responses_bytes": float(self.responses.bytes),

@@ -85,9 +85,9 @@ class Shield:
         number = ord(match[1]) - _FIRST
         return self._hidden[number] if 0 <= number < len(self._hidden) else match[0]
 
-    def encode(self, text: str, answers: Mapping[str, Sequence[int]] | None = None) -> Encoded:
-        """Ids of a rendered text in which only the template's control tokens are control tokens. ``answers``: the ids that
-        stand for each spliced key."""
+    def encode(self, text: str, answers: Mapping[str, tuple[str, Sequence[int]]] | None = None) -> Encoded:
+        """Ids of a rendered text in which only the template's control tokens are control tokens. ``answers``: for each
+        spliced key the text that stood between the last control token and the answer, and the answer's ids."""
         assert self._split is not None
         ids: list[int] = []
         chars, ends, at = [], [], 0
@@ -98,11 +98,21 @@ class Shield:
                 chars.append(at)
                 ends.append(len(ids))
             elif SPLICE in piece and answers:
-                for number, part in enumerate(_SPLICED.split(piece)):
-                    ids += answers[part] if number % 2 else self._ordinary(part)
+                ids += self._spliced(piece, answers)
             else:
                 ids += self._ordinary(piece)
         return Encoded(np.asarray(ids, np.int32), np.asarray(chars, np.int64), np.asarray(ends, np.int64))
+
+    def _spliced(self, piece: str, answers: Mapping[str, tuple[str, Sequence[int]]]) -> list[int]:
+        parts = _SPLICED.split(piece)
+        # Some templates put a space before an answer that a prompt for one does not end with: the answer's own place counts.
+        lead = answers[parts[1]][0]
+        if parts[0] != lead and parts[0].strip() == lead.strip():
+            parts[0] = lead
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            ids += answers[part][1] if number % 2 else self._ordinary(part)
+        return ids
 
     def _ordinary(self, text: str) -> list[int]:
         return self._tokenizer.encode_ordinary(self.reveal(text)) if text else []

@@ -1,7 +1,7 @@
 """What the requests of a session tell together: what kind each is, who started whom, what pause begins.
 
-``Traffic`` owns one record per session (bounded; the one unused for longest is forgotten) and the outlines of recent
-answers. It is the server's own knowledge, without any hint: client headers where there are some, else the prompts.
+``Traffic`` owns one record per session (bounded; the one unused for longest is forgotten), the outlines of recent answers
+and the figures by kind of request. It is the server's own knowledge, without any hint: client headers where there are some, else the prompts.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Traffic:
         self._answers: OrderedDict[tuple[str, str], Outline] = OrderedDict()
         self._spawns: dict[str, deque[tuple[float, str, str]]] = {}
         self.counts: Counter[str] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
+        self.cached_tokens: Counter[str] = Counter()
 
     @property
     def sessions(self) -> int:
@@ -125,6 +127,12 @@ class Traffic:
         self._records[key] = record
         while len(self._records) > self._sessions_max:
             self._records.popitem(last=False)
+
+    def account(self, arrival: Arrival, prompt_tokens: int, cached_tokens: int) -> None:
+        """Adds an answered request to the figures of its kind; a subagent's turns are a kind of their own."""
+        kind = "subagent" if arrival.kind == "turn" and arrival.identity.parent is not None else arrival.kind
+        self.prompt_tokens[kind] += prompt_tokens
+        self.cached_tokens[kind] += cached_tokens
 
     def left(self, tenant: str, session: str, arrival: Arrival) -> None:
         """The turn is over, whether it was answered or not."""
