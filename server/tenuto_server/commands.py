@@ -303,13 +303,14 @@ async def _run(service: Service, listener: socket.socket, port_file: Path | None
     """Serves until SIGTERM or SIGINT; a second one does not wait for running turns."""
     import uvicorn
 
-    from tenuto_server.api.app import create_app
+    from tenuto_server.api.app import WEBSOCKETS, create_app
     from tenuto_server.api.limits import HttpProtocol
 
     settings = uvicorn.Config(
         create_app(service),
         http=HttpProtocol,
-        ws="none",  # a handshake is answered with 426, whatever is installed
+        ws=WEBSOCKETS,
+        ws_max_size=service.config.body_bytes_max,
         h11_max_incomplete_event_size=4 * service.config.header_bytes_max,
         log_config=None,
         access_log=False,

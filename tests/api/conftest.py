@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from tenuto.wire import CacheReport, Divergence, Receipt, SessionView
-from tenuto_server.api.app import create_app
+from tenuto_server.api.app import WEBSOCKETS, create_app
 from tenuto_server.api.limits import HttpProtocol
 from tenuto_server.api.service import Patience, ServedModel, Service
 from tenuto_server.config import ServerConfig
@@ -143,7 +143,7 @@ class ScriptedEngine:
 class Site:
     """A served service: its address, and plain requests to it."""
 
-    def __init__(self, service: Service, engine) -> None:
+    def __init__(self, service: Service, engine, ws: str = WEBSOCKETS) -> None:
         self.service, self.engine = service, engine
         self.sockets: list[socket.socket] = []
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -154,7 +154,8 @@ class Site:
             uvicorn.Config(
                 create_app(service),
                 http=HttpProtocol,
-                ws="none",
+                ws=ws,
+                ws_max_size=config.body_bytes_max,
                 h11_max_incomplete_event_size=4 * config.header_bytes_max,
                 log_config=None,
                 access_log=False,
@@ -242,12 +243,20 @@ def make_site() -> Iterator[Callable[..., Site]]:
     """Starts sites; every one is stopped at the end of the test."""
     sites: list[Site] = []
 
-    def make(engine=None, executor=None, *, patience: Patience | None = None, context: int = 4096, **config) -> Site:
+    def make(
+        engine=None,
+        executor=None,
+        *,
+        patience: Patience | None = None,
+        context: int = 4096,
+        ws: str = WEBSOCKETS,
+        **config,
+    ) -> Site:
         engine = engine or ScriptedEngine()
         settings = ServerConfig(model="toy", **config)
         loop = EngineLoop(engine, executor or NullExecutor(), inbox_max=settings.inbox_max)
         model = ServedModel("toy", TOKENIZER, toy_chat(), toy_config().eos_ids, context, aliases=("toy-alias",))
-        site = Site(Service(loop, model, settings, patience=patience or Patience()), engine)
+        site = Site(Service(loop, model, settings, patience=patience or Patience()), engine, ws)
         sites.append(site)
         site.start()
         return site

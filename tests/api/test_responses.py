@@ -269,13 +269,16 @@ def test_limits(site, client, tokenizer):
     assert events(site, max_output_tokens=2)[-1]["type"] == "response.incomplete"
 
 
-def test_counting_and_the_websocket_fallback(site):
+def test_counting(site):
     count = send(site, path="/v1/responses/input_tokens")[2]["input_tokens"]
     send(site)
     assert count == len(site.engine.turns[0].tokens)
-    status, headers, body = site.request(
-        "GET", "/v1/responses", headers={"upgrade": "websocket", "connection": "upgrade"}
-    )
+
+
+def test_without_a_websocket_library_clients_are_sent_back_to_plain_http(make_site):
+    site = make_site(ws="none")
+    headers = {"upgrade": "websocket", "connection": "upgrade"}
+    status, headers, body = site.request("GET", "/v1/responses", headers=headers)
     assert (status, body["error"]["code"]) == (426, "websocket_not_supported")
     assert "upgrade" in headers
     assert site.request("GET", "/v1/responses")[0] == 405

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Literal
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tenuto_server.api import anthropic_messages, health, hints, openai_chat, openai_completions, openai_responses
+from tenuto_server.api import (
+    anthropic_messages,
+    health,
+    hints,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    responses_socket,
+)
 from tenuto_server.api.errors import ApiError, on_api_error, on_crash, on_http_error
 from tenuto_server.api.limits import Limits
 from tenuto_server.api.service import ClientGone, Service
+
+WEBSOCKETS: Literal["websockets-sansio", "none"] = "websockets-sansio" if find_spec("websockets") else "none"
+"""The server's WebSocket protocol; without one, handshakes are ordinary requests and get 426."""
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/kv_hints", "/v1/sessions", "/tokenize")
 _OTHER_ROUTES = ("/v1/messages/count_tokens", "/v1/messages", "/v1/responses", "/detokenize", "/health", "/metrics")
@@ -20,7 +34,15 @@ def create_app(service: Service) -> FastAPI:
     """The ASGI application that serves ``service``, whose loop must be running."""
     app = FastAPI(title="Tenuto", docs_url=None, redoc_url=None)
     app.state.service = service
-    for part in (openai_chat, openai_completions, openai_responses, anthropic_messages, hints, health):
+    for part in (
+        openai_chat,
+        openai_completions,
+        openai_responses,
+        responses_socket,
+        anthropic_messages,
+        hints,
+        health,
+    ):
         app.include_router(part.router)
     app.add_api_route("/", root, methods=["GET", "HEAD"])
     app.add_exception_handler(ApiError, on_api_error)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from tenuto.wire import Receipt
 from tenuto_server.api.carriers import Riders
@@ -42,7 +42,7 @@ class Job:
 
 def make_job(
     service: Service,
-    http: Request,
+    http: HTTPConnection,
     kind: str,
     tenant: str,
     request: GenerationRequest,

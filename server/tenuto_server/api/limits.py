@@ -123,6 +123,11 @@ async def read_json(request: Request, body_bytes_max: int) -> dict[str, Any]:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raw = await anyio.to_thread.run_sync(_decompress, raw, encoding, body_bytes_max)
+    return await parse_json(raw)
+
+
+async def parse_json(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises 400 (malformed, not an object, too deep)."""
     # A long body would hold up every stream of this process for as long as it takes to parse.
     if len(raw) <= _PARSE_INLINE_BYTES:
         value = _parse(raw)

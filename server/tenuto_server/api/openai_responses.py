@@ -1,6 +1,7 @@
 """``/v1/responses`` and what belongs to it. Holds no state; stored responses are the service's.
 
-A WebSocket handshake is answered with 426, on which clients go on over plain HTTP.
+Where no WebSocket library is installed a handshake comes here and is answered with 426, on which clients go on over plain
+HTTP (``responses_socket`` serves the others).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ async def responses(request: Request) -> Response:
     body = parse(ResponsesRequest, raw)
     service.check_model(body.model)
     history = _history(service, tenant, body)
-    talk, prompt = await service.off_loop(_render, service, tenant, body, history)
+    talk, prompt = await service.off_loop(render, service, tenant, body, history)
     job = prepare(service, request, "resp_", tenant, body, raw, talk, prompt)
     keep = (service.responses, tenant, (*history, *body.items())) if body.store is not False else None
     shape = ResponseShape(job.turn.request_id, service.model.name, body, raw, talk.tools, keep)
@@ -60,9 +61,10 @@ def _history(service: Service, tenant: str, body: ResponsesRequest) -> tuple[Any
     return service.responses.get(tenant, body.previous_response_id, "previous_response_id").items
 
 
-def _render(
+def render(
     service: Service, tenant: str, body: ResponsesRequest, history: tuple[Any, ...]
 ) -> tuple[Conversation, Prompt]:
+    """The conversation of a request behind stored items, and its prompt."""
     talk = to_conversation(body, history, service.config.strip_attribution)
     return talk, service.prompts.conversation(talk, tenant)
 
@@ -80,7 +82,7 @@ async def compact(request: Request) -> Response:
     items = [*history, *body.items()]
     asked = {"type": "message", "role": "user", "content": _SUMMARIZE}
     longer = body.model_copy(update={"input": [*body.items(), asked], "tool_choice": "none", "text": None})
-    talk, prompt = await service.off_loop(_render, service, tenant, longer, history)
+    talk, prompt = await service.off_loop(render, service, tenant, longer, history)
     job = prepare(service, request, "resp_", tenant, longer, raw, talk, prompt, Clues("compaction"))
     async with Generation(service, job, request.receive) as generation:
         answer = await generation.rest()
@@ -110,7 +112,7 @@ async def input_tokens(request: Request) -> Response:
     tenant = service.keys.tenant(request.headers)
     raw = await read_json(request, service.config.body_bytes_max)
     body = parse(ResponsesRequest, {"model": service.model.name, **raw})
-    _, prompt = await service.off_loop(_render, service, tenant, body, _history(service, tenant, body))
+    _, prompt = await service.off_loop(render, service, tenant, body, _history(service, tenant, body))
     return _json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 

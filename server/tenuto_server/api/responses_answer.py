@@ -87,7 +87,7 @@ class ResponseShape:
             "parallel_tool_calls": self._body.parallel_tool_calls is not False,
             "tool_choice": raw.get("tool_choice") or "auto",
             "tools": raw.get("tools") or [],
-            "store": self._keep is not None,
+            "store": self._body.store is not False,
             "usage": self._usage(generation) if done else None,
         }
         response |= {name: raw.get(name) for name in _ECHOED}

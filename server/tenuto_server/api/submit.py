@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from tenuto_server.api.carriers import read_riders
 from tenuto_server.api.clues import Clues, read_clues
@@ -22,7 +22,7 @@ from tenuto_server.api.service import Service
 
 def prepare(
     service: Service,
-    http: Request,
+    http: HTTPConnection,
     kind: str,
     tenant: str,
     body: GenerationRequest,
