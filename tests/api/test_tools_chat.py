@@ -1,5 +1,7 @@
 """Tools, reasoning and schemas in Chat Completions: the official client against a served scripted model."""
 
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -194,12 +196,11 @@ def test_schemas_and_forced_tools_hold(client) -> None:
     plain = client.chat.completions.create(**ask("as JSON"), response_format={"type": "json_object"})
     assert json.loads(plain.choices[0].message.content) == {"city": "Rom", "people": 3}
     named = {"type": "function", "function": {"name": "done"}}
-    for choice, expected in (("required", "bash"), (named, "done")):
-        answer = client.chat.completions.create(**ask("run ls", tools=TOOLS, tool_choice=choice, max_tokens=80))
-        message = answer.choices[0].message
-        assert answer.choices[0].finish_reason == "tool_calls"
-        assert message.tool_calls[0].function.name == expected
-        assert isinstance(json.loads(message.tool_calls[0].function.arguments), dict)
+    for text, choice, expected in (("look twice", "required", ["bash", "bash"]), ("run ls", named, ["done"])):
+        answer = client.chat.completions.create(**ask(text, tools=TOOLS, tool_choice=choice, max_tokens=80)).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert [call.function.name for call in answer.message.tool_calls] == expected
+        assert all(isinstance(json.loads(call.function.arguments), dict) for call in answer.message.tool_calls)
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": 5}}}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
@@ -209,3 +210,36 @@ def test_schemas_and_forced_tools_hold(client) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ask("hi", tools=[BASH, broken], tool_choice="required"))
     assert refused.value.param == "tools[1].function.parameters"
+
+
+def post(port: int, path: str, body: dict) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def test_the_other_dialects_hold_their_answers_too(port) -> None:
+    pytest.importorskip("xgrammar", reason="the extra 'constrain' is not installed")
+    schema = BASH["function"]["parameters"]
+    broken = {"type": "object", "properties": 5}
+    ask = {"model": "scripted", "max_tokens": 80, "messages": [{"role": "user", "content": "hi"}]}
+    tool = {"name": "bash", "input_schema": schema}
+    forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "bash"}}
+    status, answer = post(port, "/v1/messages", ask | forced)
+    assert (status, answer["stop_reason"], answer["content"][-1]["name"]) == (200, "tool_use", "bash")
+    assert isinstance(answer["content"][-1]["input"]["command"], str)
+    status, answer = post(
+        port, "/v1/messages", ask | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    )
+    assert (status, list(json.loads(answer["content"][0]["text"]))) == (200, ["command"])
+    status, answer = post(port, "/v1/messages", ask | forced | {"tools": [{"name": "bash", "input_schema": broken}]})
+    assert (status, answer["error"]["message"].partition(":")[0]) == (400, "tools[0].input_schema")
+    ask = {"model": "scripted", "max_output_tokens": 80, "input": "hi"}
+    tool = {"type": "function", "name": "bash", "parameters": schema}
+    status, answer = post(port, "/v1/responses", ask | {"tools": [tool], "tool_choice": "required"})
+    assert (status, answer["output"][-1]["type"], answer["output"][-1]["name"]) == (200, "function_call", "bash")
+    text = {"format": {"type": "json_schema", "name": "x", "schema": broken}}
+    status, answer = post(port, "/v1/responses", ask | {"text": text})
+    assert (status, answer["error"]["param"]) == (400, "text.format.schema")

@@ -1,7 +1,7 @@
 """Requests of the Messages API: their fields, and the conversation they hold. Holds no state.
 
-Accepted and without effect on the tokens: betas, ``context_management``, ``output_config``, ``service_tier``, ids, cache
-marks, and everything unknown. Content that this model cannot read (images, files) is refused by name.
+Accepted and without effect on the tokens: betas, ``context_management``, efforts, ``service_tier``, ids, cache marks, and
+everything unknown. Content that this model cannot read (images, files) is refused by name.
 """
 
 from __future__ import annotations
@@ -31,6 +31,23 @@ class CountRequest(GenerationRequest):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+
+    def response_schema(self) -> tuple[Json | None, str]:
+        """The JSON schema that the answer must follow (None: any text), and the name of its field. Raises 400."""
+        config = self.output_config or {}
+        wanted, where = (config.get("format"), "output_config.format")
+        if wanted is None:
+            wanted, where = self.output_format, "output_format"
+        if wanted is None or (isinstance(wanted, dict) and wanted.get("type") == "text"):
+            return None, f"{where}.schema"
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+            raise bad_request(f"{where}.type: expected json_schema", f"{where}.type")
+        schema = wanted.get("schema")
+        if not isinstance(schema, dict):
+            raise bad_request(f"{where}.schema: expected an object", f"{where}.schema")
+        return schema, f"{where}.schema"
 
 
 class MessagesRequest(CountRequest):
@@ -70,15 +87,19 @@ def to_conversation(body: CountRequest, strip: bool) -> Conversation:
     writer = reader.writer
     thinking = (body.thinking or {}).get("type")
     choice, parallel = _choice(body.tool_choice, specs)
+    schema, schema_field = body.response_schema()
     return Conversation(
         tuple(writer.messages),
         specs,
         choice,
         parallel,
+        schema,
         places=tuple(writer.places),
         removed=tuple(writer.removed),
         variables={"enable_thinking": thinking == "enabled"} if thinking in ("enabled", "disabled") else {},
         prefill=prefill,
+        tool_field="tools[{}].input_schema",
+        response_field=schema_field,
     )
 
 
