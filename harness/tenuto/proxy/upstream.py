@@ -19,7 +19,7 @@ import h11
 Kind = Literal["tenuto", "local", "hosted"]
 
 CONNECT_S = 5.0
-PROBE_S = 2.0
+PROBE_S = 4.0
 IDLE_S = 30.0
 IDLE_MAX = 32
 READ_BYTES = 64 * 1024

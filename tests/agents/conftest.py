@@ -1,0 +1,178 @@
+"""Real coding agents from their registries, and a real server with a scripted model for them to talk to.
+
+Agents are installed once, into a folder of the user's cache, with the versions that ``package.json`` and ``PYTHON_AGENTS``
+name. Where that is not possible (no npm, no network, another platform) their tests are skipped and say why. Every agent runs
+in a home of its own, so that nothing of the user's is read or written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+INSTALL_S = 420.0
+RUN_S = 150.0
+START_S = 180.0
+PYTHON_AGENTS = {"mini": ("mini-swe-agent==2.4.6", "bin/mini"), "aider": ("aider-chat==0.86.2", "bin/aider")}
+# Where the platform's own program lies, so that no install script of a package has to run.
+NATIVE = {
+    "claude": "@anthropic-ai/claude-code-linux-x64/claude",
+    "codex": ".bin/codex",
+    "opencode": "opencode-linux-x64/bin/opencode",
+    "qwen": ".bin/qwen",
+}
+
+
+def cache() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "tenuto" / "agents"
+
+
+def installed(command: list[str], folder: Path, mark: str, text: str) -> str | None:
+    """Runs an installation once for each ``text``; what went wrong, None for nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / f"{mark}.installed"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if done.exists() and done.read_text() == digest:
+            return None
+        try:
+            run = subprocess.run(
+                command,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_S,
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{command[0]} did not finish within {INSTALL_S:g} s"
+        if run.returncode:
+            return f"{Path(command[0]).name} failed: {run.stderr.strip()[-300:]}"
+        done.write_text(digest)
+    return None
+
+
+@pytest.fixture(scope="session")
+def node_agents() -> Path:
+    """The folder with the agents' programs."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("npm is not installed")
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("the agents' programs are named for linux-x64")
+    folder = cache()
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = (HERE / "package.json").read_text()
+    (folder / "package.json").write_text(listed)
+    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
+    problem = installed(command, folder, "npm", listed)
+    if problem is not None:
+        pytest.skip(problem)
+    return folder / "node_modules"
+
+
+def python_agent(name: str) -> Path:
+    """The program of an agent written in Python, in a virtual environment of its own. Opt-in: they bring hundreds of
+    megabytes; installed already, they are always used."""
+    package, program = PYTHON_AGENTS[name]
+    folder = cache() / f"py-{name}"
+    if not (folder / program).exists() and not os.environ.get("TENUTO_TEST_PYTHON_AGENTS"):
+        pytest.skip(f"{package} is not installed; TENUTO_TEST_PYTHON_AGENTS=1 installs it into the cache")
+    if not (folder / program).exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
+        problem = installed(pip, folder, "pip", package)
+        if problem is not None:
+            pytest.skip(problem)
+    return folder / program
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running ``tenuto serve``. ``journal``: the engine's decisions, as they are made."""
+
+    url: str
+    journal: Path
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+            return json.load(answer)
+
+    def tree(self) -> dict[str, dict[str, Any]]:
+        return {view["id"]: view for view in self.get("/v1/sessions")["data"]}
+
+    def pauses(self, session: str) -> list[str]:
+        """The classes of a session's pauses that have ended, in order."""
+        lines = [json.loads(line) for line in self.journal.read_text().splitlines() if line]
+        return [x["pause"] for x in lines if x.get("session") == session and "length_s" in x]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    port, journal, log = folder / "port", folder / "journal.jsonl", folder / "log"
+    model = f"scripted:{HERE / 'script.json'}"
+    words = ["serve", "--model", model, "--port", "0", "--port-file", str(port), "--journal", str(journal)]
+    words += ["--device-bytes", "1GiB", "--host-bytes", "256MiB", "--threads", "1"]
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-m", "tenuto", *words], stdout=out, stderr=subprocess.STDOUT)
+    try:
+        give_up = time.monotonic() + START_S
+        while not port.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < give_up, log.read_text()
+            time.sleep(0.05)
+        yield Server(f"http://127.0.0.1:{port.read_text().strip()}", journal)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run_agent(
+    server: Server, command: list[str], home: Path, *, path: list[Path] | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """``tenuto run -- COMMAND`` in a project folder, with a home of its own and nothing of the caller's agents."""
+    work = home / "project"
+    work.mkdir()
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(
+            ("ANTHROPIC", "CLAUDE", "OPENAI", "CODEX", "QWEN", "OPENCODE", "AIDER", "MSWEA", "TENUTO")
+        )
+    }
+    places = {f"XDG_{kind}_HOME": str(home / f".{kind.lower()}") for kind in ("CONFIG", "DATA", "CACHE", "STATE")}
+    search = os.pathsep.join([*(str(p) for p in path or ()), kept.get("PATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "tenuto", "run", "--upstream", server.url, "--", *command],
+        env={**kept, **places, "HOME": str(home), "TENUTO_HISTORY": "off", "PATH": search, **env},
+        cwd=work,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
