@@ -94,11 +94,11 @@ def quantiles_of(masses: Sequence[float], n: int, halvings: int = 0) -> tuple[fl
     each time half of what is left has come, ``halvings`` more."""
     goals = [(k + 0.5) / n for k in range(n)] + [1.0 - 0.5 / n * 0.5**k for k in range(1, halvings + 1)]
     out = []
-    below, i = 0.0, 0
+    below, i, first = 0.0, 0, bin_edge(0)
     for goal in goals:
         while i < BINS - 1 and below + masses[i] < goal:
             below += masses[i]
             i += 1
-        share = min(1.0, (goal - below) / masses[i]) if masses[i] > 0.0 else 1.0
-        out.append(bin_edge(0) * 2.0 ** ((i + share) / BINS_PER_OCTAVE))
+        share = (goal - below) / masses[i] if masses[i] > 0.0 else 1.0
+        out.append(first * 2.0 ** ((i + (share if share < 1.0 else 1.0)) / BINS_PER_OCTAVE))
     return tuple(out)

@@ -123,7 +123,10 @@ class Empirical:
             time = edge + self.after_s
             while i < last and times[i] < time:
                 i += 1
-            share = min(1.0, _share_of_cell(times[i - 1], times[i], time))
+            if times[i] <= time:  # its own edges, mostly
+                out.append((mass[i] - before) * scale)
+                continue
+            share = _share_of_cell(times[i - 1], times[i], time)
             out.append((mass[i - 1] + share * (mass[i] - mass[i - 1]) - before) * scale)
         return out
 
@@ -308,17 +311,26 @@ def mixture(components: tuple[Component, ...], end_mass: float | None = None) ->
     never = max(0.0, 1.0 - total) if end_mass is None else end_mass
     alive = total + never
     n = len(edges)
-    area = [0.0] * n
+    area, scales = [0.0] * n, [0.0] * n
     for i in range(1, n):
-        area[i] = area[i - 1] + _area_of_cell(edges[i - 1], edges[i], alive - mass[i - 1], mass[i] - mass[i - 1])
+        start, end, left, in_cell = edges[i - 1], edges[i], alive - mass[i - 1], mass[i] - mass[i - 1]
+        # As _area_of_cell, whose logarithm the hazard needs again.
+        width = end - start
+        ratio = log(end / start) if start > 0.0 else 0.0
+        if width <= 1e-6 * end or start <= 0.0:
+            area[i] = area[i - 1] + (left - 0.5 * in_cell) * width
+        else:
+            area[i] = area[i - 1] + left * width - in_cell * (end - width / ratio)
+        scales[i - 1] = ratio * start if start > 0.0 else end
     index, slope, reach = [0.0] * n, [0.0] * n, [n - 1] * n
     for i in range(n - 2, -1, -1):
-        j = i + 1
-        start, end, in_cell = edges[i], edges[j], mass[j] - mass[i]
-        hazard = in_cell / ((log(end / start) * start if start > 0.0 else end) * max(alive - mass[i], 1e-300))
-        best = in_cell / max(area[j] - area[i], 1e-300)
+        j, begun, gone = i + 1, area[i], mass[i]
+        in_cell, left, spent = mass[j] - gone, alive - gone, area[j] - begun
+        hazard = in_cell / (scales[i] * (left if left > 1e-300 else 1e-300))
+        best = in_cell / (spent if spent > 1e-300 else 1e-300)
         while slope[j] > best:
             j = reach[j]
-            best = (mass[j] - mass[i]) / max(area[j] - area[i], 1e-300)
-        slope[i], reach[i], index[i] = best, j, max(best, hazard)
+            spent = area[j] - begun
+            best = (mass[j] - gone) / (spent if spent > 1e-300 else 1e-300)
+        slope[i], reach[i], index[i] = best, j, best if best > hazard else hazard
     return Curve(edges, mass, tuple(area), tuple(index), tuple(slope), tuple(reach), total, never)
