@@ -49,7 +49,6 @@ def serve_parser() -> argparse.ArgumentParser:
         default=default.model,
         help="GGUF file, safetensors folder, bundled name, hub id, toy, or scripted[:FILE]",
     )
-    add("--tool-format", help="how the model writes tool calls (default: what its chat template shows)")
     add("--dtype", default=default.dtype, choices=("bf16", "fp32"), help="storage precision of KV and dense weights")
     add(
         "--weights",
@@ -69,6 +68,7 @@ def serve_parser() -> argparse.ArgumentParser:
         help="tokens to guess ahead from the context; exact, and 0 turns it off",
     )
     add("--invariant", action="store_true", help="make every result independent of its batch (slower; for tests)")
+    _add_dialects(parser)
     group = parser.add_argument_group("KV tiers")
     add = group.add_argument
     add("--device-bytes", type=_size, default="512MiB", help="KV memory on the device")
@@ -107,11 +107,33 @@ def serve_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_dialects(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dialects")
+    add = group.add_argument
+    add(
+        "--model-alias",
+        action="append",
+        dest="model_aliases",
+        metavar="PATTERN",
+        help="more names that requests may use for the model, besides those of other vendors; may be repeated",
+    )
+    add(
+        "--keep-attribution",
+        action="store_false",
+        dest="strip_attribution",
+        help="leave lines that name a client's build in system prompts, though they end the prefix that sessions share",
+    )
+    add("--tool-format", help="how the model writes tool calls (default: what its chat template shows)")
+    add("--prompt-memory", type=_size, default="256MiB", dest="prompt_memory_bytes", help="for rendered prompts")
+    add("--stored-responses", type=_size, default="64MiB", dest="stored_responses_bytes", help="for /v1/responses")
+
+
 def config_from(args: argparse.Namespace) -> ServerConfig:
     """The settings of a command line. Raises ``ConfigError`` for what cannot be."""
     known = {field.name for field in fields(ServerConfig)}
     given: dict[str, Any] = {key: value for key, value in vars(args).items() if key in known}
     given["api_keys"] = dict(given.get("api_keys", ()))
+    given["model_aliases"] = (*ServerConfig().model_aliases, *given.get("model_aliases", ()))
     given.setdefault("secret", os.environ.get("TENUTO_SECRET") or None)
     if given.get("disk_dir") is not None:
         given.setdefault("disk_bytes", DISK_BYTES_DEFAULT)

@@ -44,7 +44,11 @@ def test_flags():
         *("--disk-dir", "kv", "--host-bandwidth", "1GB", "--api-key", "a=k1", "--api-key", "b=k=2", "--threads", "2"),
         *("--max-context", "4096", "--step-tokens", "256", "--invariant", "--journal", "j", "--policy", "lru"),
         *("--secret", "s" * 16),
+        *("--model-alias", "local-*", "--model-alias", "mine", "--keep-attribution", "--prompt-memory", "1MiB"),
     )
+    assert config.model_aliases[-2:] == ("local-*", "mine")
+    assert "claude-*" in config.model_aliases
+    assert (config.strip_attribution, config.prompt_memory_bytes) == (False, 2**20)
     assert config.api_keys == {"a": "k1", "b": "k=2"}
     assert (config.device_bytes, config.host_bytes, config.disk_bytes) == (64 * 2**20, 0, 8 * 2**30)
     assert (config.host_bandwidth, config.disk_bandwidth) == (1e9, None)
