@@ -71,7 +71,8 @@ AGENTS = {
             ("SessionStart", "PermissionRequest", "Notification", *_SHARED),
             _TOOLS,
             http=True,
-            command_only=("SessionStart",),  # Claude Code does not deliver it over HTTP
+            # The first is not delivered over HTTP; a failure of the second is told to the user, as where no proxy runs.
+            command_only=("SessionStart", "SessionEnd"),
         ),
         Agent(
             "codex",

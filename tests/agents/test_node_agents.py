@@ -6,6 +6,8 @@ of every pause, what was cached, and that the session ended with the process.
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,8 +58,20 @@ def test_an_agent_makes_its_round_trip(name: str, node_agents: Path, server: Ser
 
 
 def test_claude_code_is_hooked_through_its_command_line(node_agents: Path, server: Server, tmp_path: Path) -> None:
-    """The same with an unusual home: no settings file is read, none is written, hooks reach the proxy all the same."""
-    done = run_agent(server, [str(node_agents / NATIVE["claude"]), "-p", "no tools please"], tmp_path)
+    """No settings file is read, none is written, and its events reach the proxy all the same."""
+    seen = tmp_path / "status.json"
+    wrapper = tmp_path / "claude"
+    ask = f"import os, urllib.request as u; open({str(seen)!r}, 'wb').write(u.urlopen(os.environ['URL']).read())"
+    wrapper.write_text(
+        f"#!/bin/sh\n'{node_agents / NATIVE['claude']}' \"$@\" || exit\n"
+        f"URL=$ANTHROPIC_BASE_URL/_tenuto/status exec '{sys.executable}' -c \"{ask}\"\n"
+    )
+    wrapper.chmod(0o755)
+    done = run_agent(server, [str(wrapper), "-p", "no tools please"], tmp_path)
     assert (done.returncode, done.stdout.strip()) == (0, "ok"), done.stderr
     assert "hook" not in done.stderr.lower()  # a hook that fails is told to the user
+    status = json.loads(seen.read_text())
+    assert status["counts"]["hooks"] >= 3  # the prompt, the stop, the end
+    assert status["sessions"] == []  # which was the session's
+    assert status["inference_errors"] == 0
     assert not (tmp_path / ".claude" / "settings.json").exists()

@@ -119,6 +119,7 @@ def test_each_client_gets_what_it_understands() -> None:
     claude = {"hooks": hooks.hook_table(hooks.AGENTS["claude"], url)}
     kinds = {event: handlers(claude, event)[0]["type"] for event in claude["hooks"]}
     assert kinds.pop("SessionStart") == "command"  # not delivered over HTTP by Claude Code
+    assert kinds.pop("SessionEnd") == "command"  # a refused connection would be told to the user
     assert set(kinds.values()) == {"http"}
     # Any type but its own makes Codex ignore the whole file.
     codex = {"hooks": hooks.hook_table(hooks.AGENTS["codex"], url, tools=True)}
