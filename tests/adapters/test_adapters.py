@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -270,3 +272,10 @@ def test_openhands_events_by_their_names(fake: FakeServer) -> None:
         tell(event("MessageEvent", source="agent"))
         assert [p.kind for p in session.open_pauses] == ["human"]
         assert [c.phase for c in fake.hints.wait_for("agent.compaction", 2)] == ["begin", "commit"]
+
+
+def test_adapters_import_no_library_of_their_own_accord() -> None:
+    names = ("openai", "anthropic", "openai_agents", "pydantic_ai", "langchain", "mini_swe_agent", "openhands")
+    code = f"import sys\nfor name in {names!r}:\n    __import__('tenuto.adapters.' + name)\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"openai", "anthropic", "agents", "pydantic_ai", "langchain", "minisweagent", "openhands"} & set(loaded)
