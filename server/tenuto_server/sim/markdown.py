@@ -116,7 +116,7 @@ def _tiers(rows: Sequence[Row]) -> str:
             [
                 row["policy"],
                 f"{row['capacity_frac']:g}",
-                ", ".join(f"{held[tier] / 3.6e9:.1f}" for tier in ("device", "host", "disk") if tier in held),
+                ", ".join(f"{held[tier] / 3.6e9:.3g}" for tier in ("device", "host", "disk") if tier in held),
                 f"{down / 1e6:.0f} / {up / 1e6:.0f}",
                 f"{row.get('leases_broken', 0):.0f} of {row.get('leases_granted', 0):.0f}",
                 f"{prefetches.get('on_time', 0):.0f} / {prefetches.get('late', 0):.0f}",

@@ -165,7 +165,7 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
             cells += [_ttft(row, name) for name in ("tool", "human")]
         if "held_token_s" in row:
             held = row["held_token_s"]
-            cells.append(" ".join(f"{held[tier] / 3.6e9:.1f}" for tier in ("device", "host", "disk") if tier in held))
+            cells.append(" ".join(f"{held[tier] / 3.6e9:.3g}" for tier in ("device", "host", "disk") if tier in held))
         table.add_row(*cells)
     console.print(table)
 
