@@ -123,3 +123,19 @@ def test_what_is_inferred_is_metered(live):
     assert 'tenuto_api_cached_tokens_total{kind="side"} ' in text
     assert 'tenuto_api_inferred_total{kind="model_switch"} 1.0' in text
     assert "tenuto_api_prompt_memory_bytes " in text
+
+
+def test_a_prompt_that_is_warmed_is_the_one_that_the_turn_has(live, wait):
+    """The new context of a compaction holds an answer that was generated here: warmed as its ids, it is a hit."""
+    talk = [user("hello " * 30)]
+    body = {"model": "toy", "messages": talk, "max_tokens": 40, "temperature": 0, "session_id": "s"}
+    first = live.request("POST", "/v1/chat/completions", body)[2]
+    talk += [first["choices"][0]["message"], user("go on " * 10)]
+    request = {"messages": talk}
+    action = {"session": "s", "phase": "commit", "keep": {"tokens": 0}, "request": request}
+    envelope = {"actions": [{"action_id": "1", "action_type": "agent.compaction", "payload": action}]}
+    (receipt,) = live.request("POST", "/v1/kv_hints", envelope)[2]["receipts"]
+    assert "warming" in receipt["reason"]
+    wait(lambda: live.request("GET", "/v1/sessions/s")[2]["context_tokens"] > first["usage"]["total_tokens"])
+    second = live.request("POST", "/v1/chat/completions", {**body, "messages": talk})[2]["usage"]
+    assert second["prompt_tokens_details"]["cached_tokens"] >= second["prompt_tokens"] - BLOCK

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tenuto_server.api.carriers import read_riders
+from tenuto_server.api.conversation import from_chat
 from tenuto_server.api.errors import bad_request, encode_json, invalid
 from tenuto_server.api.generation import Generation
 from tenuto_server.api.job import make_job
@@ -146,12 +147,13 @@ class DetokenizeRequest(BaseModel):
 async def tokenize(request: Request) -> Response:
     """The ids a prompt has here, and how many fit."""
     service = service_of(request)
-    service.keys.tenant(request.headers)
+    tenant = service.keys.tenant(request.headers)
     body = await _read(request, service, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt: give either prompt or messages", "prompt")
     if body.messages is not None:
-        prompt = await service.off_loop(service.prompts.chat, body.messages, body.tools or ())
+        talk = from_chat(body.messages, body.tools or (), strip=service.config.strip_attribution)
+        prompt = await service.off_loop(service.prompts.conversation, talk, tenant)
     else:
         prompt = await service.off_loop(service.prompts.text, body.prompt)
     tokens = prompt.tokens.tolist()

@@ -10,7 +10,9 @@ import secrets
 from pydantic import ValidationError
 
 from tenuto.wire import AgentCompaction, Envelope, Receipt
+from tenuto_server.api.conversation import from_chat
 from tenuto_server.api.errors import ApiError
+from tenuto_server.api.prompt import Prompt
 from tenuto_server.api.schema import ChatRequest, parse
 from tenuto_server.api.service import Service
 from tenuto_server.engine.events import Sampling, SubmitTurn
@@ -44,9 +46,7 @@ async def _warm(service: Service, tenant: str, session: str, request: dict[str, 
         body = parse(ChatRequest, {"model": service.model.name, **request})
         service.check_model(body.model)
         # The prompt as the next turn will begin: its first generated token belongs to that turn.
-        prompt = await service.off_loop(
-            service.prompts.chat, body.messages, body.tools or (), body.chat_template_kwargs
-        )
+        prompt = await service.off_loop(_prompt, service, tenant, body)
         turn = SubmitTurn(
             f"warm-{secrets.token_hex(8)}", tenant, prompt.tokens, Sampling(max_tokens=0), session=session, warm=True
         )
@@ -54,6 +54,14 @@ async def _warm(service: Service, tenant: str, session: str, request: dict[str, 
     except ApiError as error:
         return f"not warmed: {error}"[:200]
     return f"warming {len(prompt.tokens)} tokens"
+
+
+def _prompt(service: Service, tenant: str, body: ChatRequest) -> Prompt:
+    """As the turn itself will have it, the tenant's own answers among its messages included."""
+    talk = from_chat(
+        body.messages, body.tools or (), variables=body.chat_template_kwargs, strip=service.config.strip_attribution
+    )
+    return service.prompts.conversation(talk, tenant)
 
 
 def _ignore(output: Output) -> None:
