@@ -11,6 +11,9 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#if defined(__AVX2__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int W = 16, NV = 3, MR = 8;  // 24 of 32 registers accumulate
@@ -34,10 +37,17 @@ INLINE vf load(const float* p) {
     std::memcpy(&v, p, sizeof v);
     return v;
 }
-INLINE vf load(const uint16_t* p) {  // bf16 is the upper half of an fp32
+// bf16 is the upper half of an fp32. By name where the compiler's own widening takes five instructions in place of two.
+INLINE vf load(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
     vs h;
     std::memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 INLINE vf splat(float x) { return x - vf{}; }
@@ -58,8 +68,13 @@ INLINE void put(uint16_t* p, float x) {  // round to nearest even; NaN stays NaN
 INLINE void store(uint16_t* p, vf v) {
     vu bits = (vu)v;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    vs h = __builtin_convertvector((vu)(v != v ? (vu{} + 0x7fc0) : rounded), vs);
+    const vu half = (vu)(v != v ? (vu{} + 0x7fc0) : rounded);
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)half));
+#else
+    vs h = __builtin_convertvector(half, vs);
     std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 // The sum of all lanes, in every lane's place: log2(W) rotations.

@@ -29,17 +29,22 @@ constexpr int LANES = 8 * NR;  // most queries x group heads that share one pass
 template <int heads, typename P>
 void dot(const float* q, const P* keys, int64_t count, int64_t D, float* scores) {
     for (int64_t t = 0; t < count; t++) {
-        vf acc[heads] = {};
-        float tail[heads] = {};
+        vf acc[heads];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) acc[h] = vf{};
         const P* key = keys + t * D;
         int64_t d = 0;
         for (; d + W <= D; d += W) {
-            vf k = load(key + d);
+            const vf k = load(key + d);
+#pragma GCC unroll 4
             for (int h = 0; h < heads; h++) acc[h] += k * load(q + h * D + d);
         }
-        for (; d < D; d++)
-            for (int h = 0; h < heads; h++) tail[h] += to_float(key[d]) * q[h * D + d];
-        for (int h = 0; h < heads; h++) scores[h * PART + t] = sum(acc[h]) + tail[h];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) {
+            float score = sum(acc[h]);
+            for (int64_t i = d; i < D; i++) score += to_float(key[i]) * q[h * D + i];
+            scores[h * PART + t] = score;
+        }
     }
 }
 
@@ -47,14 +52,20 @@ void dot(const float* q, const P* keys, int64_t count, int64_t D, float* scores)
 template <int heads, int vectors, typename P>
 INLINE void weigh(const float* p, const P* values, int64_t count, int64_t D, float* out) {
     vf acc[heads][vectors];
+#pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) acc[h][j] = load(out + h * D + j * W);
     for (int64_t t = 0; t < count; t++)
+#pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) {
-            vf v = load(values + t * D + j * W);
-            for (int h = 0; h < heads; h++) acc[h][j] += v * p[h * PART + t];
+            const vf v = load(values + t * D + j * W);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) acc[h][j] += v * splat(p[h * PART + t]);
         }
+#pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) store(out + h * D + j * W, acc[h][j]);
 }
 
@@ -77,8 +88,13 @@ void decode_part(const float* q, const P* pool, const int32_t* table, int64_t fr
     for (int64_t t = from; t < to;) {
         const int64_t offset = t % size, count = std::min(size - offset, to - t);
         const P* keys = pool + s.keys(table[t / size], kv_head) + offset * s.D;
-        for (int64_t line = 0; line < count * s.D; line += 64 / (int64_t)sizeof(P))
-            __builtin_prefetch(keys + values + line);  // read by the second loop below
+        // A block's keys and values are a few short runs, too short for the processor to see them coming: ask for this
+        // block's values (read by the second loop below) and for the next block's keys.
+        const P* next = t + count < to ? pool + s.keys(table[t / size + 1], kv_head) : keys;
+        for (int64_t line = 0; line < count * s.D; line += 64 / (int64_t)sizeof(P)) {
+            __builtin_prefetch(keys + values + line);
+            __builtin_prefetch(next + line);
+        }
         dot<heads>(q, keys, count, s.D, scores + (t - from));
         t += count;
     }

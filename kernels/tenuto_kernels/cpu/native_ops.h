@@ -6,9 +6,6 @@
 
 #include "native.h"
 #include "native_pool.h"
-#if defined(__AVX512F__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
