@@ -34,7 +34,7 @@ WINDOW_TOKENS = 262_144
 _ANSWERS_MAX = 256
 _SURE = 1000.0
 # Under a grammar that its script did not foresee, the model ends what is open as soon as it may.
-_CLOSERS = {'"': 120.0, "}": 100.0, "]": 80.0, "0": 60.0, "{": 40.0}
+_CLOSERS = {'"': 120.0, "}": 100.0, "]": 80.0, "0": 60.0, "{": 40.0, ":": 30.0, ",": 30.0}
 _CALL_WEIGHT = 20.0  # rather a call than reasoning, where either may begin
 
 Ids = NDArray[np.int64]
