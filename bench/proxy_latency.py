@@ -5,7 +5,8 @@
 The server is a process that answers every request with the same short event stream at once, so that all that is measured
 is the way. Two kinds of requests: one that names its session in a header, and one whose session the proxy has to find
 in the conversation itself before it can pass the request on. Times are from the first byte sent to the first byte of the
-answer's body, over connections that stay open; what is added is the difference of the medians.
+answer's body, over connections that stay open; what is added is the difference of the medians. The CPU time of the proxy's
+process is what remains comparable on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 EVENT = b'data: {"choices": [{"index": 0, "delta": {"content": "ok"}, "finish_reason": null}]}\n\n'
@@ -93,19 +95,35 @@ def request(size: int, turn: int, named: bool) -> bytes:
     return (head + ("X-Session-ID: bench\r\n" if named else "") + "\r\n").encode() + body
 
 
-def compare(direct: Line, proxied: Line, size: int, named: bool, count: int) -> str:
+def cpu_s(pid: int) -> float:
+    """User and system time that a process has used; 0 where the platform does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare(direct: Line, proxied: Line, pid: int, size: int, named: bool, count: int) -> str:
     """One line of the table."""
     straight, through = [], []
+    before = 0.0
     for turn in range(count + 10):
+        if turn == 10:  # the first ones open connections and load code
+            straight, through, before = [], [], cpu_s(pid)
         data = request(size, turn, named)
         straight.append(direct.ask(data))
         through.append(proxied.ask(data))
-    straight, through = straight[10:], through[10:]
+    spent = 1e3 * (cpu_s(pid) - before) / count
     cuts = [statistics.quantiles(times, n=100) for times in (straight, through)]
     kind = "named in a header" if named else "found in the prompt"
     cells = [f"{len(request(size, 0, named)):,}", kind]
     cells += [f"{cut[49]:.2f} / {cut[89]:.2f} / {cut[98]:.2f}" for cut in cuts]
-    return "| " + " | ".join([*cells, f"{cuts[1][49] - cuts[0][49]:.2f}", f"{cuts[1][89] - cuts[0][89]:.2f}"]) + " |"
+    return (
+        "| "
+        + " | ".join([*cells, f"{cuts[1][49] - cuts[0][49]:.2f}", f"{cuts[1][89] - cuts[0][89]:.2f}", f"{spent:.2f}"])
+        + " |"
+    )
 
 
 def main() -> None:
@@ -126,12 +144,12 @@ def main() -> None:
             proxy_port = int(proxy.stdout.readline().split()[2].rpartition(":")[2])
             direct, proxied = Line(port), Line(proxy_port)
             print(
-                "| body, bytes | session | direct p50 / p90 / p99, ms | proxied, ms | added p50, ms | added p90, ms |"
+                "| body, bytes | session | direct p50 / p90 / p99, ms | proxied, ms | added p50, ms | added p90, ms | proxy CPU, ms |"
             )
-            print("|---:|---|---:|---:|---:|---:|")
+            print("|---:|---|---:|---:|---:|---:|---:|")
             for size in args.bytes:
                 for named in (True, False):
-                    print(compare(direct, proxied, size, named, args.requests), flush=True)
+                    print(compare(direct, proxied, proxy.pid, size, named, args.requests), flush=True)
         finally:
             proxy.terminate()
             upstream.terminate()
