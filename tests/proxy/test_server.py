@@ -6,15 +6,21 @@ import gzip
 import hashlib
 import http.client
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tenuto.client import Client
 from tenuto.fake_server import FakeServer
 from tenuto.proxy import server as proxy_server
 
@@ -272,6 +278,58 @@ def test_tenants_never_share_a_session(proxies: Make, fake: FakeServer) -> None:
         proxy.settle()
     sessions = [r.headers["x-session-id"] for r in fake.chats]
     assert sessions[0] == sessions[2] != sessions[1]
+
+
+def test_an_agent_that_speaks_for_itself_is_not_spoken_for(proxies: Make, fake: FakeServer) -> None:
+    """Tenuto's own SDK behind the proxy: each of its hints arrives once, and none is added."""
+    proxy = proxies(fake.url)
+    fake.reply("", ("bash", {"command": "make"}))
+    with Client(proxy.url, api_key="k") as tn, tn.session("own", model="m") as session:
+        turn = session.chat([{"role": "user", "content": "go"}])
+        with session.pause("tool", turn.tool_calls[0]):
+            time.sleep(0.15)
+        session.chat([{"role": "user", "content": "go"}, turn.message, {"role": "user", "content": "and"}])
+        assert tn.hints.flush(5.0)
+    proxy.settle()
+    fake.hints.wait_for("agent.end")
+    assert fake.hints.types() == ["agent.session", "agent.pause", "agent.end"]
+    assert not proxy.tracker.nodes
+
+
+def test_an_upstream_behind_tls(
+    proxies: Make, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is checked against the names that the user trusts."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            try:
+                with context.wrap_socket(connection, server_side=True) as secured:
+                    read_request(secured)
+                    secured.sendall(ok(b'{"secure": true}'))
+            except OSError:
+                connection.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    url = f"https://localhost:{listener.getsockname()[1]}"
+    status, body = proxies(url, "tenuto").post(CHAT, BODY)
+    assert (status, b"certificate" in body.lower()) == (502, True)  # nobody vouches for it yet
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert proxies(url, "tenuto").post(CHAT, BODY) == (200, b'{"secure": true}')
+    thread.join(20)
+    listener.close()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -171,3 +175,22 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         top.main(["--json"])
     assert stopped.value.code == 2
     assert "--once" in capsys.readouterr().err
+
+
+def test_live_until_interrupted(server: Server) -> None:
+    """In a terminal of its own: it redraws, and ends on Ctrl-C with the shell's status for it."""
+    main, side = os.openpty()
+    command = [sys.executable, "-m", "tenuto", "top", "--url", server.url, "--every", "0.1"]
+    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env={**os.environ, "TERM": "xterm"})
+    os.close(side)
+    try:
+        seen = b""
+        while seen.count(b"orphan") < 3:  # drawn three times
+            seen += os.read(main, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+    assert b"Traceback" not in seen

@@ -79,6 +79,7 @@ class Tracker:
         self._run_key = run_key
         self.attended = True  # a person watches, as far as is known
         self._chains = Chains()
+        self._speakers: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._token = secrets.token_hex(3)
         self._made = 0
 
@@ -260,12 +261,23 @@ class Tracker:
             ticket.content = read_content(ticket.form, ticket.headers, body, ticket.client, ticket.path)
             identity = identity_of_body(body)
         key = api_key(ticket.headers)
+        if self._speaks_for_itself(ticket, identity):
+            return
         if identity.session is not None:
             ticket.node = self.make(ticket.scope, key, identity, ticket.client)
         elif ticket.content is not None and ticket.content.kind != "side":
             content = ticket.content
             ticket.prompt = _prompt(ticket, content)
             ticket.node = self._infer(ticket, ticket.prompt, key)
+
+    def _speaks_for_itself(self, ticket: Ticket, identity: Identity) -> bool:
+        """Whether a session's hints come from its own client, as those of Tenuto's SDK do: nothing is added to them."""
+        speaker = (ticket.scope, identity.session or "")
+        if HINTS_HEADER in ticket.headers:
+            self._speakers[speaker] = None
+            while len(self._speakers) > NODES_MAX:
+                self._speakers.popitem(last=False)
+        return speaker in self._speakers
 
     def _infer(self, ticket: Ticket, prompt: Prompt, key: str | None) -> Node:
         """The conversation of a request that names none: it continues a known one, was spawned by one, or is new."""
