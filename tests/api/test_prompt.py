@@ -187,3 +187,63 @@ def test_real_clients_requests_render_and_grow_from_turn_to_turn(toy, bare):
             seen += 1
         last[name] = (messages, ids)
     assert seen >= 2
+
+
+# As strict as templates get: no system role, user and assistant in turn, nothing else.
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+)
+LATE = [
+    {"role": "system", "content": "rules"},
+    {"role": "system", "content": "more rules"},
+    user("hi"),
+    {"role": "system", "content": "a reminder"},
+    user("go"),
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "x", "type": "function", "function": {"name": "bash", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "x", "content": "a.py"},
+    user("and now?"),
+]
+
+
+def test_templates_that_want_roles_to_alternate_get_that():
+    text = PromptBuilder(TOKENIZER, ChatTemplate(STRICT)).chat(LATE, [TOOL]).text
+    roles = [part.partition("\n")[0] for part in text.split("<|im_start|>")[1:]]
+    assert roles == ["user", "assistant", "user"]
+    for piece in ("rules", "more rules", "You can call tools", "a reminder", '"name": "bash"', "a.py", "and now?"):
+        assert piece in text
+    assert text.index("rules") < text.index("hi") < text.index("a reminder") < text.index("go") < text.index("a.py")
+
+
+def test_late_system_messages_stay_where_the_template_takes_them(toy):
+    text = toy.chat(LATE[:5]).text
+    assert "<|im_start|>system\na reminder<|im_end|>\n<|im_start|>user\ngo" in text
+
+
+def test_a_located_message_is_the_clients_own_whatever_was_merged():
+    builder = PromptBuilder(TOKENIZER, ChatTemplate(STRICT))
+    other = [*LATE[:-1], user("and then?")]
+    before, after = builder.chat(other, [TOOL]), builder.chat(LATE, [TOOL])
+    token = next(i for i, (a, b) in enumerate(zip(before.tokens, after.tokens, strict=False)) if a != b)
+    found = builder.locate(after, Divergence(token=token, tokens_lost=1))
+    # The result and what the user said behind it are one message to this template; the first of them names it.
+    assert (found.message, found.role, found.part) == (6, "user", "message")
+
+
+# Tools and results as roles of their own, but an answer must follow a result.
+ANSWERING = (
+    "{% if tools %}{{ '<|im_start|>' + (tools | tojson) + '<|im_end|>' }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' and not loop.first and loop.previtem.role == 'tool' %}{{ raise_exception('answer first') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + m.content + ((m.tool_calls or '') | string) + '<|im_end|>' }}{% endfor %}"
+)
+
+
+def test_what_a_user_says_behind_a_result_does_not_change_what_stands_before():
+    builder = PromptBuilder(TOKENIZER, ChatTemplate(ANSWERING))
+    first, second = (builder.chat([user("go"), *LATE[5:end]], [TOOL]) for end in (7, 8))
+    assert "a.py\n\nand now?" in second.text
+    assert second.text.startswith(first.text.removesuffix("<|im_end|>"))

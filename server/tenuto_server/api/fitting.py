@@ -7,7 +7,8 @@ Owns facts about the template, found once by rendering small conversations. The 
   the end of the system message, calls as ``<tool_call>`` JSON after the assistant's text, results as a user message in
   ``<tool_response>``;
 - a system message that comes late is the user's where the template takes none there; several leading ones become one;
-- where a template wants roles to alternate, neighbours of one role become one message.
+- where a template wants roles to alternate, neighbours of one role become one message, and what a user says right behind a
+  tool's result becomes part of it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Fitting:
         self._renders_calls = self._shows("PROBE", asked)
         named = re.search(r"""['"](?:tool|ipython)['"]""", chat.source or "") is not None
         self._renders_results = named and self._shows("RESULT", [*asked, result])
+        # Some templates want the model's answer right behind results: what a user says there becomes part of the last one.
+        self._user_behind_results = self._shows("PROBE", [*asked, result, probe])
         self._system = self._shows("PROBE", [_say("system", "PROBE"), user])
         late = [_say("system", "a"), user, _say("assistant", "b"), _say("system", "PROBE"), user]
         self._late_system = self._shows("PROBE", late)
@@ -66,6 +69,8 @@ class Fitting:
         pairs = self._systems(pairs, plain)
         if plain or not self._repeats:
             pairs = _merged(pairs)
+        if not plain and self._renders_results and not self._user_behind_results:
+            pairs = _with_results(pairs)
         return pairs, tools, text
 
     def _one(self, message: Json, plain: bool) -> Json:
@@ -117,6 +122,18 @@ def _merged(pairs: Sequence[Placed]) -> list[Placed]:
     out: list[Placed] = []
     for message, place in pairs:
         if out and _mergeable(out[-1][0], message):
+            last, at = out[-1]
+            out[-1] = ({**last, "content": f"{last['content']}\n\n{message['content']}"}, at)
+        else:
+            out.append((message, place))
+    return out
+
+
+def _with_results(pairs: Sequence[Placed]) -> list[Placed]:
+    """What a user says right behind a tool's result stands in that result."""
+    out: list[Placed] = []
+    for message, place in pairs:
+        if out and out[-1][0]["role"] == "tool" and message["role"] == "user":
             last, at = out[-1]
             out[-1] = ({**last, "content": f"{last['content']}\n\n{message['content']}"}, at)
         else:
