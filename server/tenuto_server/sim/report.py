@@ -121,7 +121,7 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
             if all(name in row for row in group):
                 keys = sorted({key for row in group for key in row[name]})
                 merged[name] = {key: _mean([row[name].get(key, 0.0) for row in group]) for key in keys}
-        for name in ("leases_granted", "leases_broken"):
+        for name in ("leases_granted", "leases_broken", "refused_turns", "turns"):
             if all(name in row for row in group):
                 merged[name] = _mean([row[name] for row in group])
         out.append(merged)
