@@ -27,7 +27,7 @@ def fresh():
     return PromptBuilder(TOKENIZER, toy_chat())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     talks=st.lists(
         st.lists(st.text(st.sampled_from("ab \n<|im_end|>"), max_size=12), min_size=1, max_size=5),
