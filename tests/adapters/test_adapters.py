@@ -6,6 +6,7 @@ A library that is not installed skips its tests; nothing of a library is doubled
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import subprocess
@@ -30,8 +31,8 @@ def library(name: str) -> Any:
         return pytest.importorskip(name, reason=f"{name} is not installed")
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-LOOP = asyncio.Runner()  # the libraries keep connections for the loop that they first saw
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+LOOP = asyncio.Runner()  # one for all: the libraries keep things for the loop that they first saw
 TOOL_S = 0.15  # long enough for the hint to be on its way before the pause is over
 CALL = ("run_tests", {"command": "pytest -q"})
 
@@ -56,6 +57,21 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
         yield server
 
 
+@contextlib.contextmanager
+def _async_client() -> Iterator[Any]:
+    """A client of the SDK that is closed again: the libraries' own ones live as long as the process."""
+    sdk = library("openai").AsyncOpenAI()
+    try:
+        yield sdk
+    finally:
+        LOOP.run(sdk.close())
+
+
+def _http() -> Any:
+    """The HTTP library that the installed SDK is built on."""
+    return library("httpx2" if int(library("openai").__version__.partition(".")[0]) >= 3 else "httpx")
+
+
 def openai_agents(session: Any) -> str:
     agents = library("agents")
     adapter = importlib.import_module("tenuto.adapters.openai_agents")
@@ -66,9 +82,11 @@ def openai_agents(session: Any) -> str:
         time.sleep(TOOL_S)
         return f"ran {command}"
 
-    agent = agents.Agent(name="a", instructions="Be terse.", tools=[run_tests], model="fake")
-    result = LOOP.run(agents.Runner.run(agent, "fix it", **adapter.run_options(session)))
-    return str(result.final_output)
+    with _async_client() as sdk:
+        model = agents.OpenAIResponsesModel(model="fake", openai_client=sdk)
+        agent = agents.Agent(name="a", instructions="Be terse.", tools=[run_tests], model=model)
+        result = LOOP.run(agents.Runner.run(agent, "fix it", **adapter.run_options(session)))
+        return str(result.final_output)
 
 
 def pydantic_ai(session: Any) -> str:
@@ -76,15 +94,17 @@ def pydantic_ai(session: Any) -> str:
     library("openai")
     models = library("pydantic_ai.models.openai")
     adapter = importlib.import_module("tenuto.adapters.pydantic_ai")
-    agent = module.Agent(models.OpenAIChatModel("fake"), capabilities=[adapter.capability(session)])
+    provider = library("pydantic_ai.providers.openai").OpenAIProvider
 
-    @agent.tool_plain
     def run_tests(command: str) -> str:
         """Runs tests."""
         time.sleep(TOOL_S)
         return f"ran {command}"
 
-    return str(LOOP.run(agent.run("fix it")).output)
+    with _async_client() as sdk:
+        model = models.OpenAIChatModel("fake", provider=provider(openai_client=sdk))
+        agent = module.Agent(model, tools=[run_tests], capabilities=[adapter.capability(session)])
+        return str(LOOP.run(agent.run("fix it")).output)
 
 
 def langchain(session: Any) -> str:
@@ -98,11 +118,11 @@ def langchain(session: Any) -> str:
         time.sleep(TOOL_S)
         return f"ran {command}"
 
-    agent = agents.create_agent(
-        chat.ChatOpenAI(model="fake", api_key="k"), [run_tests], middleware=[adapter.middleware(session)]
-    )
-    answer = agent.invoke({"messages": [{"role": "user", "content": "fix it"}]})
-    return str(answer["messages"][-1].content)
+    with _http().Client() as http:
+        model = chat.ChatOpenAI(model="fake", api_key="k", http_client=http)
+        agent = agents.create_agent(model, [run_tests], middleware=[adapter.middleware(session)])
+        answer = agent.invoke({"messages": [{"role": "user", "content": "fix it"}]})
+        return str(answer["messages"][-1].content)
 
 
 def langchain_async(session: Any) -> str:
@@ -116,11 +136,14 @@ def langchain_async(session: Any) -> str:
         time.sleep(TOOL_S)
         return f"ran {command}"
 
-    agent = agents.create_agent(
-        chat.ChatOpenAI(model="fake", api_key="k"), [run_tests], middleware=[adapter.middleware(session)]
-    )
-    answer = LOOP.run(agent.ainvoke({"messages": [{"role": "user", "content": "fix it"}]}))
-    return str(answer["messages"][-1].content)
+    async def ask() -> Any:
+        async with _http().AsyncClient() as http:
+            with _http().Client() as unused:
+                model = chat.ChatOpenAI(model="fake", api_key="k", http_async_client=http, http_client=unused)
+                agent = agents.create_agent(model, [run_tests], middleware=[adapter.middleware(session)])
+                return await agent.ainvoke({"messages": [{"role": "user", "content": "fix it"}]})
+
+    return str(LOOP.run(ask())["messages"][-1].content)
 
 
 FRAMEWORKS: list[Callable[[Any], str]] = [openai_agents, pydantic_ai, langchain, langchain_async]
