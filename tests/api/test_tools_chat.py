@@ -224,7 +224,7 @@ def test_the_other_dialects_hold_their_answers_too(port) -> None:
     pytest.importorskip("xgrammar", reason="the extra 'constrain' is not installed")
     schema = BASH["function"]["parameters"]
     broken = {"type": "object", "properties": 5}
-    ask = {"model": "scripted", "max_tokens": 80, "messages": [{"role": "user", "content": "hi"}]}
+    ask = {"model": "scripted", "max_tokens": 80, "temperature": 0, "messages": [{"role": "user", "content": "hi"}]}
     tool = {"name": "bash", "input_schema": schema}
     forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "bash"}}
     status, answer = post(port, "/v1/messages", ask | forced)

@@ -118,10 +118,9 @@ class ScriptedModel(Transformer):
                 contexts[row] = self._context(batch, pool, row)
             # A row may be asked for a token after each of its last ones: what comes later is not context.
             token = self._next(contexts[row][: int(batch.positions[index]) + 1])
-            if token is None:
-                logits[at] = self._closing
-                token = self._end
-            logits[at, token] = _SURE
+            # A grammar may forbid what the script says, from the first token on: then the closers decide.
+            logits[at] = self._closing
+            logits[at, self._end if token is None else token] = _SURE
         return logits
 
     def _context(self, batch: ForwardBatch, pool: Tensor, row: int) -> Ids:
