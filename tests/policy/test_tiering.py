@@ -175,3 +175,21 @@ def test_split_by_hand() -> None:
     assert tiering.split(0, 8, "host", machine(0.001, 0.0, 1e9, 0.0)) == 8
     assert tiering.split(0, 0, "host", machine(0.001, 0.0, 1.0, 0.0)) == 0
     assert tiering.split(0, 8, "disk", machine(0.001, 0.0, 1.0, 0.0)) == 8
+
+
+def test_without_trust_everything_goes_down_a_tier_as_under_lru(system: SystemView) -> None:
+    """Rates are all 0 then: without this, what was used once would be dropped beside an empty disk."""
+    once = ExtentView(0, 4, 1, 0.0, 5.0, 1)
+    distrusted = replace(system, trust=0.0)
+    assert tiering.keep_below(once, "device", system) is None
+    assert tiering.keep_below(once, "device", distrusted) == "host"
+    assert tiering.keep_below(once, "host", distrusted) == "disk"
+    assert tiering.keep_below(replace(once, on=("device", "host")), "device", distrusted) is None
+
+
+def test_a_restore_is_not_split_where_computing_holds_up_more_than_it_saves(system: SystemView) -> None:
+    """A block takes 16 ms to compute, 10 ms to load from disk: with two others waiting, computing it costs them 32 ms."""
+    busy = replace(system, cost=replace(system.cost, waiting=3.0))
+    alone = replace(system, cost=replace(system.cost, waiting=1.0))
+    assert tiering.split(0, 50, "disk", alone) == tiering.split(0, 50, "disk", system) > 0
+    assert tiering.split(0, 50, "disk", busy) == 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from tenuto_server.cache.clearing import Clearing
 from tenuto_server.cache.extent import DEVICE, DISK, TIERS, Extent, LostLabel
 from tenuto_server.cache.moves import Move, Purpose
 from tenuto_server.cache.pool import SlotPool
@@ -55,6 +56,7 @@ class Residency:
         self.corrupt_blocks: dict[str, int] = dict.fromkeys(TIERS, 0)
         self.failed_moves = 0
         self.evicted_priority = [0.0, 0.0, 0.0]
+        self.clearing = (Clearing(), Clearing(), Clearing())
         self.pinned_device_blocks = 0
         self._tree = tree
         self.patience_ns = int(patience_s * 1e9)
@@ -158,12 +160,10 @@ class Residency:
             self.evicted_priority[tier] = lowest[0][0]
             wanted = need - pool.free - (0 if drop else coming)
             victim = self._trim(lowest[1], tier, wanted, drop or tier == self._lowest_tier)
-            if tier < self._lowest_tier and any(slots is not None for slots in victim.slots[tier + 1 :]):
-                self.drop(victim, tier)
-                continue
             copied = 0 if drop or tier == self._lowest_tier else self._copy_down(victim, tier, now_ns)
             if copied is None:
                 break
+            self.clearing[tier].note(now_ns, lowest[0][0], copied or victim.blocks)
             if copied:
                 coming += copied
                 continue
@@ -173,16 +173,18 @@ class Residency:
 
     def _copy_down(self, victim: Extent, tier: int, now_ns: int) -> int | None:
         """Starts copying a victim, or as much of its end as fits, to the first lower tier that takes any of it. Blocks on
-        their way; 0: none takes it; None: what deserves a copy waits, a lower tier or the link is busy making way."""
+        their way; 0: none takes it, or the next one has it; None: what deserves a copy waits, a lower tier or the link is
+        busy making way (what has a copy farther down does not)."""
+        held = any(slots is not None for slots in victim.slots[tier + 1 :])
         target = self._below(victim, tier)
-        while target is not None:
+        while target is not None and victim.slots[target] is None:
             if self.link_busy(now_ns):
-                return None
+                return 0 if held else None
             move = self.begin_move(victim, tier, target, "offload", now_ns, drop_source=True)
             if move is not None:
                 return move.blocks
             if self.coming(target, now_ns):
-                return None
+                return 0 if held else None
             target = self._below(victim, target)
         return 0
 

@@ -21,6 +21,9 @@ from tenuto_server.policy.views import CostView, ExtentView, SystemView, TierVie
 
 # A lost extent can have many sessions below it; beyond this many nodes the label is decided by those looked at.
 _LABEL_NODES_MAX = 256
+# Over lower tiers some device blocks are always free ahead of need or reserved for copies on their way: LRU would not have
+# them either. Measured with LRU itself, which otherwise falls behind its own shadow.
+_KEPT_SHARE = 0.9
 _ON = tuple(tuple(tier for at, tier in enumerate(TIERS) if bits >> at & 1) for bits in range(8))
 
 
@@ -36,7 +39,8 @@ class Core:
         self.sessions = SessionTable(config.sessions_per_tenant_max)
         self.knowledge = PauseStats()
         self.costs = Costs(config)
-        self.safeguard = Safeguard(config.cache.device_blocks * config.cache.block_tokens)
+        kept = _KEPT_SHARE if self.cache.tiers.tiered else 1.0
+        self.safeguard = Safeguard(int(kept * config.cache.device_blocks) * config.cache.block_tokens)
         self.outputs: list[Output] = []
         self.counters: defaultdict[str, int] = defaultdict(int)
         self.labelled: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -105,6 +109,7 @@ class Core:
                     self.cache.tiers.price(tier),
                     self.costs.load_s_per_block(tier),
                     self.cache.tiers.evicted_priority[tier],
+                    self.cache.tiers.clearing[tier].level(self.now_ns),
                 )
                 for tier in (DEVICE, HOST, DISK)
                 if pools[tier].capacity and self.writable[tier]
@@ -161,7 +166,7 @@ class Core:
         for session in self._users(extent):
             if session.leased(self.now_ns) and session.retention is not None:
                 left = [other for other, slots in enumerate(extent.slots) if slots is not None and other != tier]
-                if not left or left[0] > TIERS.index(session.retention.lease_tier):
+                if not left or left[0] > TIERS.index(session.lease_tier):
                     promised = True
                     session.lease_broken = True
                     self.count("leases_broken")

@@ -137,15 +137,22 @@ class RetentionKeeper:
 
     def _grant(self, session: Session, decision: Retention) -> None:
         core = self._core
-        lease_s = min(decision.lease_s, core.config.lease_max_s)
-        if lease_s <= 0:
-            session.lease_until_ns = 0
+        if session.ended and not decision.lease_s:
+            session.lease_until_ns = 0  # its own word
             return
-        if not session.leased(core.now_ns):
+        until_ns = core.now_ns + int(min(decision.lease_s, core.config.lease_max_s) * SECOND_NS)
+        if session.leased(core.now_ns):
+            # What was promised stands: a later look may add to it, only pressure breaks it.
+            lower = TIERS.index(decision.lease_tier) > TIERS.index(session.lease_tier)
+            if lower or until_ns <= session.lease_until_ns:
+                return
+        elif until_ns <= core.now_ns:
+            return
+        else:
             session.lease_id += 1
             session.lease_broken = False
             core.count("leases_granted")
-        session.lease_until_ns = core.now_ns + int(lease_s * SECOND_NS)
+        session.lease_until_ns, session.lease_tier = until_ns, decision.lease_tier
         session.lease_tokens = sum(core.cache.resident_tokens(session.handle).values())
 
     def _at(self, heap: list[tuple[int, int, int, int]], session: Session, delay_s: float) -> None:

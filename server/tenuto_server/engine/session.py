@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from tenuto.wire import CacheReport, Forecast, Lease, PauseKind, SessionView
 from tenuto_server.policy.calibration import rhythm_of
 from tenuto_server.policy.decision import Retention
-from tenuto_server.policy.views import Cycle, PauseView
+from tenuto_server.policy.views import Cycle, PauseView, TierName
 
 State: TypeAlias = Literal["new", "waiting", "running", "paused", "ended"]
 SECOND_NS = 1_000_000_000
@@ -125,12 +125,10 @@ class Session:
 
     def lease(self, now_ns: int) -> Lease | None:
         """The lease as a client sees it."""
-        if not self.leased(now_ns) or self.retention is None:
+        if not self.leased(now_ns):
             return None
         until = (self.lease_until_ns - now_ns) / SECOND_NS
-        return Lease(
-            until_s=round(until, 3), tier=self.retention.lease_tier, tokens=self.lease_tokens, id=f"L{self.lease_id}"
-        )
+        return Lease(until_s=round(until, 3), tier=self.lease_tier, tokens=self.lease_tokens, id=f"L{self.lease_id}")
 
     def pause_view(self, now_ns: int) -> PauseView | None:
         """What a policy may know of its pause."""

@@ -211,21 +211,39 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
         until_s = keep_s - pause.elapsed_s
         valid_s = min(valid_s, until_s)
     values = _values(pause, rate, system)
-    lease_s, lease_tier = _lease(curve, x, index, before, intact, values)
+    # The extents' rate, as a power of the index, is what meets the prices of the tiers.
+    scale = (1.0 + pause.elapsed_s) ** (1.0 - trust) if trust < 1.0 else 1.0
+    lease_s, lease_tier = _lease(curve, x, index, before, (intact, scale, min(1.0, trust)), values, system)
     prefetch_s = _prefetch(curve, x, before, intact, values) if weight > 0.0 else None
     reason = f"{pause.kind} {pause.elapsed_s:.1f}s: index {index:.3g}/s, gone {curve.p_end(x, before):.2f}, said {weight:.2f}"
     return Retention(rate, valid_s, min(lease_s, until_s), lease_tier, prefetch_s, reason)
 
 
 def _lease(
-    curve: Curve, x: float, index: float, before: float, intact: float, values: list[tuple[TierView, float, float]]
+    curve: Curve,
+    x: float,
+    index: float,
+    before: float,
+    reading: tuple[float, float, float],
+    values: list[tuple[TierView, float, float]],
+    system: SystemView,
 ) -> tuple[float, TierName]:
-    """(seconds, tier): how long the index stays above the price of the highest tier that it clears now."""
+    """(seconds, tier): how long the index stays above the price of the highest tier that it clears now.
+
+    The price is what room there has cost lately, not the lowest index held, which is 0 while a slot happens to be free;
+    and what is promised is the whole context, so its first block must clear it, which saves least (recompute of a token
+    costs more the later it stands). ``reading``: an index i counts for rate = (i * intact) ** trust / scale.
+    """
+    intact, scale, trust = reading
+    front = ExtentView(0, 1, 1, 0.0, 0.0, 2)
     limit_s = min(x + LEASE_MAX_S, curve.return_by(x, LEASE_SHARE, before))
-    for i, (view, value, _) in enumerate(values):
-        threshold = 0.0
-        if view.price > 0.0:
-            threshold = view.price / (value * intact) if value > 0.0 else inf
+    for i, ((view, value, _), first) in enumerate(zip(values, saved_by_tier(front, system), strict=True)):
+        if value <= 0.0:
+            continue  # nothing is kept where loading takes as long as computing
+        threshold, price = 0.0, max(view.price, view.cleared)
+        if price > 0.0:
+            least = min(value, first / system.cost.block_bytes) if first > 0.0 else value
+            threshold = (price / least * scale) ** (1.0 / trust) / intact
         if index > threshold:
             gap_s = values[i + 1][2] if i + 1 < len(values) else 0.0
             return min(limit_s, curve.above_until(x, threshold, gap_s, limit_s)) - x, view.tier

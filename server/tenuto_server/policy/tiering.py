@@ -107,6 +107,8 @@ def keep_below(extent: ExtentView, tier: TierName, system: SystemView) -> TierNa
         saved = recompute - view.load_s_per_block * blocks
         if saved <= 0.0:
             continue
+        if system.trust <= 0.0:
+            return view.tier  # no index is believed in: plain LRU, down from tier to tier
         if extent.rate <= 0.0:
             # Shared before (a head, a sibling's prefix): it may serve a session that is still unknown, in spare room.
             wanted = extent.uses >= 2 and view.free_blocks >= blocks
@@ -143,7 +145,9 @@ def split(start: int, blocks: int, tier: TierName, system: SystemView) -> int:
     """How many leading blocks to compute while the rest loads, so that the later of both ends soonest.
 
     With T tokens a block and L seconds to load one, s blocks compute in o + s*T*(a + b*(start + s*T/2)) and the others
-    load in (blocks - s)*L; equating both gives a quadratic in s, whose root lies next to the best whole number.
+    load in (blocks - s)*L; equating both gives a quadratic in s, whose root lies next to the best whole number. With q
+    other turns held up by computing, one more block computed gains L and costs them q*T*(a + b*start): none where that is
+    more.
     """
     view = system.tier(tier)
     if view is None or blocks <= 0:
@@ -155,6 +159,9 @@ def split(start: int, blocks: int, tier: TierName, system: SystemView) -> int:
     spare = blocks * load - cost.step_overhead_s
     if spare <= linear:
         # All of it is loaded before even one block could be computed.
+        return 0
+    if max(0.0, cost.waiting - 1.0) * linear >= load:
+        # A block computed holds all others up, for longer in sum than this turn waits for one loaded.
         return 0
     # This form of the root loses nothing to cancellation where b is small or 0.
     both = linear + load

@@ -61,7 +61,8 @@ class PauseView:
 class TierView:
     """One tier. ``price``: lowest index held while it is full, 0 while it has room (index units: seconds of saved work
     per byte and second). ``load_s_per_block``: seconds to bring one block from here to the device (0 for the device).
-    ``evicted``: the priority of what was evicted last."""
+    ``evicted``: the priority of what was evicted last. ``cleared``: the index up to which room was taken here lately, 0 if
+    none was: what stays has to be worth more, whatever happens to be free now."""
 
     tier: TierName
     capacity_blocks: int
@@ -69,6 +70,7 @@ class TierView:
     price: float
     load_s_per_block: float
     evicted: float = 0.0
+    cleared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
