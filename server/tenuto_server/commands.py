@@ -109,15 +109,23 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
     executor, engine_config, identity = _executor(config, model, secret, say)
     journal = _JournalFile(config.journal_path) if config.journal_path else None
     engine = Engine(engine_config, policy, identity, journal.write if journal else None)
-    loop = EngineLoop(engine, executor, inbox_max=config.inbox_max)
+    recorder = None
+    if config.recorder_path is not None:
+        from tenuto_server.recording import TrafficRecorder
+
+        limit = config.recorder_bytes_max
+        recorder = TrafficRecorder(engine, config.recorder_path, model=model.name, bytes_max=limit)
+        say(f"  recorder {recorder.path}")
+    loop = EngineLoop(recorder or engine, executor, inbox_max=config.inbox_max)
     if executor.disk is not None:
         loop.post(executor.recovered())
     say(f"  policy   {policy.name}; context {engine_config.max_context_tokens} tokens")
 
     def close() -> None:
         executor.close()
-        if journal is not None:
-            journal.close()
+        for record in (recorder, journal):
+            if record is not None:
+                record.close()
 
     service = _service(config, model, engine_config, loop, device, close)
     service.grammars = executor.grammars = GrammarBook(

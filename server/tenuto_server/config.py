@@ -103,4 +103,5 @@ class ServerConfig:
     model_aliases: tuple[str, ...] = ("claude-*", "gpt-*", "codex-*", "o[1-9]*", "gemini-*")
     journal_path: Path | None = None
     recorder_path: Path | None = None
+    recorder_bytes_max: int = 2**30
     log_level: str = "info"

@@ -100,11 +100,23 @@ def serve_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds running turns may take at the end",
     )
+    _add_records(parser, default)
+    return parser
+
+
+def _add_records(parser: argparse.ArgumentParser, default: ServerConfig) -> None:
     group = parser.add_argument_group("records")
     add = group.add_argument
     add("--journal", type=Path, dest="journal_path", help="append every decision there, one JSON line each")
+    add(
+        "--recorder",
+        type=Path,
+        dest="recorder_path",
+        metavar="PATH",
+        help="write the traffic there as a trace for tenuto simulate: times and token counts, no text; a new file, or a folder",
+    )
+    add("--recorder-bytes", type=_size, default="1GiB", dest="recorder_bytes_max", help="largest recording")
     add("--log-level", default=default.log_level, choices=("debug", "info", "warning", "error"))
-    return parser
 
 
 def _add_dialects(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ def test_flags():
         *("--model", "toy", "--dtype", "fp32", "--port", "0", "--device-bytes", "64MiB", "--host-bytes", "0"),
         *("--disk-dir", "kv", "--host-bandwidth", "1GB", "--api-key", "a=k1", "--api-key", "b=k=2", "--threads", "2"),
         *("--max-context", "4096", "--step-tokens", "256", "--invariant", "--journal", "j", "--policy", "lru"),
-        *("--secret", "s" * 16),
+        *("--secret", "s" * 16, "--recorder", "traces", "--recorder-bytes", "2MiB"),
         *("--model-alias", "local-*", "--model-alias", "mine", "--keep-attribution", "--prompt-memory", "1MiB"),
     )
     assert config.model_aliases[-2:] == ("local-*", "mine")
@@ -51,6 +51,7 @@ def test_flags():
     assert (config.strip_attribution, config.prompt_memory_bytes) == (False, 2**20)
     assert config.api_keys == {"a": "k1", "b": "k=2"}
     assert (config.device_bytes, config.host_bytes, config.disk_bytes) == (64 * 2**20, 0, 8 * 2**30)
+    assert (str(config.recorder_path), config.recorder_bytes_max) == ("traces", 2 * 2**20)
     assert (config.host_bandwidth, config.disk_bandwidth) == (1e9, None)
     assert (config.max_context_tokens, config.step_tokens_max, config.threads) == (4096, 256, 2)
     assert (config.invariant, config.policy, str(config.journal_path), config.port) == (True, "lru", "j", 0)
