@@ -52,7 +52,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.now, self.steps = 0.0, 0
         self.cache = CacheManager(
             config,
-            priority=lambda x, tier: x.rate if x.rate > 0 else x.last_used_s - 1e12,
+            priority=lambda x, tier, leaving: x.rate if x.rate > 0 else x.last_used_s - 1e12,
             below=lambda x, tier: next(
                 (t for t in (HOST, DISK) if t > tier and self.cache.tiers.pools[t].capacity), None
             ),

@@ -31,7 +31,7 @@ class Site:
         )
         self.cache = CacheManager(
             config,
-            priority=(lambda x, tier: x.rate) if by == "rate" else (lambda x, tier: x.last_used_s),
+            priority=(lambda x, tier, leaving: x.rate) if by == "rate" else (lambda x, tier, leaving: x.last_used_s),
             below=lambda x, tier: next(
                 (t for t in (HOST, DISK) if t > tier and self.cache.tiers.pools[t].capacity), None
             ),
@@ -141,6 +141,23 @@ def test_among_equals_the_one_used_longest_ago_makes_way():
         site.settle()
         site.cache.tiers.make_room(DEVICE, 12, 0)
     assert (site.on(0), site.on(1), site.on(2)) == ({"disk": 12}, {"host": 12}, {"device": 12})
+
+
+def test_the_second_copy_of_what_is_in_use_makes_way():
+    """A session's turn uses its KV on the device; the copy that it left on the host is room for others all the same."""
+    site = Site(device=24, host=8, disk=0)
+    assert site.turn(0, 8)
+    extent = site.cache.context(0)[-1]
+    assert site.cache.tiers.begin_move(extent, DEVICE, HOST, "offload", 0) is not None
+    site.settle()
+    assert site.cache.tiers.pools[HOST].free == 0
+    table, _ = site.cache.acquire(ROOT, np.append(site.contexts[0], np.int32(0)), 8 * BLOCK + BLOCK)
+    assert site.cache.tiers.make_room(HOST, 8, 0)
+    assert not site.cache.tiers.make_room(DEVICE, 24, 0), "what is in use itself stays"
+    check(site.cache)
+    assert site.on(0) == {"device": 8}
+    assert sum(site.cache.tiers.dropped_blocks.values()) == 0
+    site.cache.release(table, site.contexts[0], 9.0)
 
 
 def test_equal_priorities_leave_in_order_of_last_use_deepest_first():

@@ -144,8 +144,9 @@ class Extent:
         return any(move.dst == tier for move in self.moves)
 
     def evictable(self, tier: int) -> bool:
-        """Its copy on that tier may go now."""
-        return self.slots[tier] is not None and not self.pins and not self.moves
+        """Its copy on that tier may go now: nobody uses it, or what is used is its copy on the device."""
+        used = self.pins and (tier == DEVICE or self.slots[DEVICE] is None)
+        return self.slots[tier] is not None and not used and not self.moves
 
     def token_end(self, block_tokens: int) -> int:
         """Token position after the last token."""

@@ -18,7 +18,7 @@ from tenuto_server.cache.moves import Move, Purpose
 from tenuto_server.cache.pool import SlotPool
 from tenuto_server.cache.tree import PrefixTree
 
-Priority = Callable[[Extent, int], float]
+Priority = Callable[[Extent, int, int | None], float]
 Below = Callable[[Extent, int], int | None]
 # An eviction order: (priority, last use); what is lower goes first.
 Rank = tuple[float, float]
@@ -31,9 +31,9 @@ _BITE_SHIFT = 10
 
 
 class Residency:
-    """Three tiers of blocks. ``priority(extent, tier)``: lowest goes first. ``below(extent, tier)``: where an extent
-    leaving a tier under pressure is copied first, None to drop it; asked again with that answer for the tier after it.
-    ``label(extent, tier)``: why a last copy was lost."""
+    """Three tiers of blocks. ``priority(extent, tier, leaving)``: lowest goes first; ``leaving``: a tier whose copy goes when
+    this one is made. ``below(extent, tier)``: where an extent leaving a tier under pressure is copied first, None to drop
+    it; asked again with that answer for the tier after it. ``label(extent, tier)``: why a last copy was lost."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class Residency:
         """Files what has been touched: once per extent, however often it was, and not before anybody asks."""
         stale, self._stale = self._stale, {}
         for extent in stale:
-            if extent.pins or extent.moves or extent.parent is None:
+            if extent.moves or extent.parent is None:
                 continue
-            for tier, slots in enumerate(extent.slots):
-                if slots is not None:
-                    rank = (self._priority(extent, tier), extent.last_used_s)
+            for tier in range(len(extent.slots)):
+                if extent.evictable(tier):
+                    rank = (self._priority(extent, tier, None), extent.last_used_s)
                     entry = (*rank, -extent.start, extent.order, extent.stamp, extent)
                     heapq.heappush(self._heaps[tier], entry)
         for tier, heap in enumerate(self._heaps):
@@ -271,7 +271,7 @@ class Residency:
             return None
         rank = None if ceiling is None else (ceiling, -math.inf)
         if rank is None and dst != DEVICE:
-            rank = (self._priority(extent, dst), extent.last_used_s)
+            rank = (self._priority(extent, dst, src if drop_source else None), extent.last_used_s)
         # The source must survive making room: a move protects it only once it is filed.
         extent.pins += 1
         self.make_room(dst, min(extent.blocks, self.pools[dst].capacity), now_ns, ceiling=rank)

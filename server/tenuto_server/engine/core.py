@@ -128,9 +128,9 @@ class Core:
             )
         return self._system
 
-    def view(self, extent: Extent) -> ExtentView:
-        """An extent as a policy sees it."""
-        device, host, disk = extent.slots
+    def view(self, extent: Extent, leaving: int | None = None) -> ExtentView:
+        """An extent as a policy sees it; ``leaving``: as if it had left that tier already."""
+        held = [slots is not None and tier != leaving for tier, slots in enumerate(extent.slots)]
         return ExtentView(
             extent.start * self.config.cache.block_tokens,
             extent.blocks,
@@ -138,15 +138,15 @@ class Core:
             extent.rate / RATE_PARTS,
             extent.last_used_s,
             extent.uses,
-            _ON[(device is not None) + 2 * (host is not None) + 4 * (disk is not None)],
+            _ON[held[DEVICE] + 2 * held[HOST] + 4 * held[DISK]],
         )
 
     # ---- doors ---------------------------------------------------------------------------------------------------
 
-    def _priority(self, extent: Extent, tier: int) -> float:
+    def _priority(self, extent: Extent, tier: int, leaving: int | None) -> float:
         # Prices follow from priorities: while this step's are being worked out, the last step's view serves.
         system = self._system or self._system_before or self.system()
-        return self.policy.priority(self.view(extent), TIERS[tier], system)
+        return self.policy.priority(self.view(extent, leaving), TIERS[tier], system)
 
     def _below(self, extent: Extent, tier: int) -> int | None:
         view = self.view(extent)

@@ -83,10 +83,26 @@ def worth_disk(extent: ExtentView) -> bool:
 
 
 def index_of(extent: ExtentView, tier: TierName, system: SystemView) -> float:
-    """Eviction priority on ``tier``: the index where anybody is expected back, else last use (see UNWANTED)."""
+    """Eviction priority on ``tier``: the index where anybody is expected back, else last use (see UNWANTED).
+
+    A copy below another one saves no more than its making: it goes before what is the only one of its kind.
+    """
     if extent.rate <= 0.0:
         return UNWANTED + extent.last_used_s
-    return extent.rate * saved_s(extent, tier, system) / (extent.blocks * system.cost.block_bytes)
+    saved = saved_s(extent, tier, system)
+    if extent.on and tier != "device" and saved > 0.0:
+        for view in system.tiers:
+            if view.tier == tier:
+                break
+            if view.tier in extent.on:
+                saved = min(saved, _load_s(extent, tier, system))
+                break
+    return extent.rate * saved / (extent.blocks * system.cost.block_bytes)
+
+
+def _load_s(extent: ExtentView, tier: TierName, system: SystemView) -> float:
+    view = system.tier(tier)
+    return view.load_s_per_block * extent.blocks if view is not None else 0.0
 
 
 def keep_below(extent: ExtentView, tier: TierName, system: SystemView) -> TierName | None:
@@ -110,8 +126,9 @@ def keep_below(extent: ExtentView, tier: TierName, system: SystemView) -> TierNa
         if system.trust <= 0.0:
             return view.tier  # no index is believed in: plain LRU, down from tier to tier
         if extent.rate <= 0.0:
-            # Shared before (a head, a sibling's prefix): it may serve a session that is still unknown, in spare room.
-            wanted = extent.uses >= 2 and view.free_blocks >= blocks
+            # Shared (a head, a sibling's prefix): it may serve a session that is still unknown, in spare room. Uses do not
+            # tell: one session's turns are uses too, and what it leaves behind must not take links and room from the living.
+            wanted = extent.users >= 2 and view.free_blocks >= blocks
         else:
             wanted = _accepts(extent, view, saved * scale)
         if wanted:
