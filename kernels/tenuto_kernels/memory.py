@@ -1,7 +1,7 @@
 """Large CPU buffers on huge pages. Owns no state: a buffer lives as long as the tensors over it.
 
 A matrix product or an attention pass walks megabytes at strides of kilobytes: with pages of 4 KiB the processor spends a
-tenth to a fifth of the time on address translation (measured in bench/kernels_cpu.py's products on two virtual cores).
+tenth to a fifth of the time on address translation (measured in the products of `tenuto bench kernels` on two virtual cores).
 """
 
 import contextlib

@@ -8,6 +8,11 @@ from importlib import import_module
 
 _BENCHES = {
     "costs": ("tenuto_server.bench.costs", "what work costs on this machine, for tenuto simulate --timing"),
+    "engine": ("tenuto_server.bench.engine", "prefill, decode and time to first token, beside other servers"),
+    "hints": ("tenuto_server.bench.hints", "what a hint costs the agent and the server"),
+    "kernels": ("tenuto_server.bench.kernels", "linear layers and paged attention of this machine"),
+    "quality": ("tenuto_server.bench.quality", "perplexity and greedy agreement of every form of weights"),
+    "restore": ("tenuto_server.bench.restore", "time to first token after a pause, by where the KV was"),
     "parity": ("tenuto_server.parity.command", "the simulator against the engine with a real model"),
 }
 

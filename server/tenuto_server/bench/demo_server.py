@@ -79,6 +79,11 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return self._process.pid if self._process is not None else None
+
     def _wait(self) -> None:
         give_up = time.monotonic() + START_LIMIT_S
         while time.monotonic() < give_up:

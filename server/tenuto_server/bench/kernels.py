@@ -1,16 +1,22 @@
-"""CPU kernel timings: `python bench/kernels_cpu.py [--threads N] [--repeat N] [--paths native,onednn-fp32,...]`.
+"""``tenuto bench kernels``: linear layers and paged attention of this machine, without a model.
 
-Prints milliseconds (each call's best of N, summed) for one pass over a model's linear layers at several row counts, one path a column, and
-for decode and prefill attention over a paged pool at several context lengths, times the number of layers. The shapes
-are those of SmolLM2-135M; other work on the machine makes every figure worse, so the load is printed beside them.
+Prints milliseconds (each call's best of N, summed) for one pass over a model's linear layers at several row counts, one path a
+column, and for decode and prefill attention over a paged pool at several context lengths, times the number of layers. The
+shapes are those of SmolLM2-135M; other work on the machine makes every figure worse, so the load is printed beside them.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import logging
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +30,7 @@ ROWS = (1, 2, 4, 8, 16, 64, 256, 512)
 
 
 def best_ms(run: Callable[[], object], repeat: int) -> float:
+    """The shortest of ``repeat`` calls."""
     times = []
     for _ in range(repeat):
         started = time.perf_counter()
@@ -43,7 +50,8 @@ def pass_ms(layers: list[PackedLinear], x: dict[int, torch.Tensor], repeat: int)
     return sum(best) * 1e3
 
 
-def linears(paths: list[str], repeat: int) -> None:
+def linears(paths: list[str], repeat: int) -> list[dict[str, Any]]:
+    """Milliseconds a pass, for each number of rows, by path; printed and returned."""
     weights = [torch.randn(shape).bfloat16() for _ in range(LAYERS) for shape in SHAPES]
     head = torch.randn(VOCAB, HIDDEN).bfloat16()
     flops = 2 * sum(w.numel() for w in weights)
@@ -51,21 +59,28 @@ def linears(paths: list[str], repeat: int) -> None:
     print("rows".rjust(6) + "".join(f"{path:>14}" for path in paths) + f"{'head native':>14}{'native GFLOPS':>16}")
     packed = {path: [PackedLinear(w, None, path) for w in weights] for path in paths}
     packed_head = PackedLinear(head, None, "native") if "native" in paths else None
+    found: list[dict[str, Any]] = []
     for rows in ROWS:
         x = {width: torch.randn(rows, width) for width in (HIDDEN, FFN)}
         cells = [pass_ms(packed[path], x, repeat) for path in paths]
+        row: dict[str, Any] = {"rows": rows, "ms": dict(zip(paths, cells, strict=True))}
         line = f"{rows:6d}" + "".join(f"{cell:14.1f}" for cell in cells)
         if packed_head is not None:
-            line += f"{pass_ms([packed_head], x, repeat):14.1f}"
+            row["head_ms"] = pass_ms([packed_head], x, repeat)
+            line += f"{row['head_ms']:14.1f}"
             line += f"{flops * rows / cells[paths.index('native')] / 1e6:16.0f}"
-        print(line)
+        print(line, flush=True)
+        found.append(row)
+    return found
 
 
-def attention(repeat: int) -> None:
+def attention(repeat: int) -> list[dict[str, Any]]:
+    """Milliseconds of all layers, by kind, context and rows; printed and returned."""
     blocks = 1024
     pool = torch.randn(blocks, 1, 2, KV_HEADS, BLOCK, DIM).bfloat16()
     scale = DIM**-0.5
     print(f"\npaged attention, bf16 pool, ms for {LAYERS} layers ({Q_HEADS}/{KV_HEADS} heads, D={DIM}, block {BLOCK})")
+    found: list[dict[str, Any]] = []
     for context in (512, 2048, 8192):
         for batch in (1, 4):
             tables = torch.stack([torch.randperm(blocks)[: context // BLOCK] for _ in range(batch)]).int()
@@ -78,6 +93,9 @@ def attention(repeat: int) -> None:
             )
             rate = 2 * batch * context * KV_HEADS * DIM * 2 / ms / 1e6
             print(f"decode   context {context:5d}  rows {batch:4d} {ms * LAYERS:9.2f}  {rate:6.1f} GB/s")
+            found.append(
+                {"kind": "decode", "context": context, "rows": batch, "ms": ms * LAYERS, "bytes_per_s": rate * 1e9}
+            )
         for chunk in (32, 512):
             start = torch.tensor([0, chunk], dtype=torch.int32)
             q = torch.randn(chunk, Q_HEADS, DIM)
@@ -89,23 +107,43 @@ def attention(repeat: int) -> None:
             )
             flops = 4 * DIM * Q_HEADS * (chunk * (context - chunk) + chunk * (chunk + 1) / 2)
             print(f"prefill  context {context:5d}  rows {chunk:4d} {ms * LAYERS:9.2f}  {flops / ms / 1e6:6.0f} GFLOPS")
+            found.append(
+                {"kind": "prefill", "context": context, "rows": chunk, "ms": ms * LAYERS, "flops": flops / ms * 1e3}
+            )
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, writes ``--json``. Exit status 0; 2: wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="tenuto bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--paths", default="native,onednn-fp32,torch", help=f"of {', '.join(PATHS)}")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    options = parser.parse_args(argv)
+    asked = options.paths.split(",")
+    if unknown := set(asked) - set(PATHS):
+        print(f"tenuto bench kernels: {', '.join(sorted(unknown))} is none of {', '.join(PATHS)}", file=sys.stderr)
+        return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
-    load = os.getloadavg()[0]
-    print(f"torch {torch.__version__}, {platform.machine()}, {options.threads} threads, load before {load:.1f}")
-    paths = [path for path in options.paths.split(",") if path != "native" or native.available()]
-    linears(paths, options.repeat)
-    if native.available():
-        attention(options.repeat)
+    try:
+        load = os.getloadavg()[0]
+        print(f"torch {torch.__version__}, {platform.machine()}, {options.threads} threads, load before {load:.1f}")
+        if not native.available():
+            print("the native operator could not be built here: its path and the attention are left out")
+        products = linears([path for path in asked if path != "native" or native.available()], options.repeat)
+        attended = attention(options.repeat) if native.available() else []
+    finally:
+        torch.set_num_threads(before)
+    if options.json is not None:
+        from tenuto_server.bench.demo import about
 
-
-if __name__ == "__main__":
-    main()
+        document = {"what": "tenuto bench kernels", "about": about(), "threads": options.threads, "load_before": load}
+        document |= {"linears": products, "attention": attended}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {options.json.resolve()}")
+    return 0

@@ -1,0 +1,236 @@
+"""``tenuto bench restore``: time to first token after a pause, by where the KV is when the session returns.
+
+A session's prefix is computed (``recompute``: what it would cost to have lost it), then the session returns again and again with
+32 new tokens, its blocks having been moved meanwhile: on the device, on disk, prefetched from disk, in host memory. For ``disk``
+the files are out of the page cache (synced, then posix_fadvise(DONTNEED); what is left in memory is checked and shown), and
+``disk-cached`` reads them through it. A return that did not find its blocks where they should be is not counted, but shown.
+
+Under load, other streams decode all the while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tenuto_server.bench import page_cache
+from tenuto_server.bench.endpoint import Endpoint, EndpointFailed
+from tenuto_server.bench.prompts import Prompts
+from tenuto_server.bench.serving import Serving, add_server_options, serving
+from tenuto_server.errors import TenutoServerError
+
+WAYS = ("recompute", "device", "disk", "disk-cached", "prefetched", "host")
+"""In this order: what has come back keeps its lower copy, and host memory is asked before the disk."""
+
+NEW_TOKENS = 32
+SLACK_TOKENS = 64
+"""So many tokens may be found elsewhere: the end of the last turn lies in a block that is not full."""
+
+_FOUND_SHARE = 0.5
+"""At least so much of a prefix must come from where it should; a restore may compute the front while the rest loads."""
+
+
+_LOAD_PROMPT, _LOAD_TOKENS = 64, 256
+_PREFETCH_S_MAX = 30.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, writes ``--json``. Exit status 0; 1: a server failed; 2: wrong usage."""
+    args = _parser().parse_args(argv)
+    try:
+        document = _measure(args)
+    except (TenutoServerError, OSError) as error:
+        print(f"tenuto bench restore: {error}", file=sys.stderr)
+        return 1
+    _print(document)
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {args.json.resolve()}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(
+        prog="tenuto bench restore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--prefix", type=numbers, default=[1024, 4096, 8000], help="tokens (default: 1024,4096,8000)")
+    add("--load", type=numbers, default=[0, 4], help="streams that decode meanwhile (default: 0,4)")
+    add("--rounds", type=int, default=3, help="prefixes of each length (default: 3)")
+    add("--repeats", type=int, default=3, help="returns to each place in a round (default: 3)")
+    add("--json", type=Path, metavar="FILE", help="write all values there")
+    add_server_options(parser)
+    return parser
+
+
+@dataclass
+class Found:
+    """Values of one length under one load: seconds by way; ``cached``: shares of the files that were still in memory where
+    they should not have been; ``other``: returns that found their blocks elsewhere."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    cached: list[float] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from tenuto_server.bench.demo import about
+
+    if args.url:
+        raise EndpointFailed("--url: this needs a server of its own, whose disk folder it can reach")
+    flags = ["--speculate", "0", "--device-bytes", "2GiB", "--host-bytes", "1GiB"]
+    flags += ["--disk-bytes", "2GiB"]
+    load_before = os.getloadavg()[0]
+    rows = []
+    with serving(args, flags, disk=True) as served:
+        prompts = Prompts(served.endpoint)
+        served.endpoint.stream(prompts.take(256), 8)  # what is done once is done now
+        room = served.endpoint.context_tokens or sys.maxsize
+        extra = NEW_TOKENS + SLACK_TOKENS
+        if max(args.prefix) + extra > room:
+            raise EndpointFailed(f"--prefix: a context has {room} tokens here, {extra} of which are needed besides")
+        for streams in args.load:
+            with _load(served.endpoint, prompts, streams):
+                rows += [_length(served, prompts, size, streams, args) for size in args.prefix]
+    return {
+        "what": "tenuto bench restore",
+        "about": about(),
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+        "arguments": {key: str(value) for key, value in vars(args).items() if value is not None},
+        "command": list(served.command),
+        "rows": rows,
+    }
+
+
+@contextlib.contextmanager
+def _load(endpoint: Endpoint, prompts: Prompts, streams: int) -> Iterator[None]:
+    """``streams`` streams that decode without a break."""
+    stop = threading.Event()
+    failures: list[EndpointFailed] = []
+
+    def run(prompt: list[int]) -> None:
+        while not stop.is_set():
+            try:
+                endpoint.stream(prompt, _LOAD_TOKENS)
+            except EndpointFailed as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=run, args=(prompts.take(_LOAD_PROMPT),)) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _length(served: Serving, prompts: Prompts, size: int, streams: int, args: argparse.Namespace) -> dict[str, Any]:
+    found = Found()
+    for number in range(args.rounds):
+        measure_round(served, prompts, size, f"restore-{streams}-{size}-{number}", args.repeats, found)
+        times = ", ".join(f"{way} {statistics.median(s):.3f}" for way, s in found.seconds.items() if s)
+        print(f"{size} tokens, {streams} streams, round {number + 1}: {times}", file=sys.stderr, flush=True)
+    row = {"tokens": size, "streams": streams, "seconds": found.seconds, "other": found.other}
+    return {**row, "left_in_page_cache": max(found.cached, default=None)}
+
+
+def measure_round(served: Serving, prompts: Prompts, size: int, name: str, repeats: int, found: Found) -> None:
+    """One prefix of ``size`` tokens through all places, as session ``name``, which ends with it."""
+    endpoint, prefix = served.endpoint, prompts.take(size)
+
+    def come_back(way: str, tier: str | None) -> None:
+        answer = endpoint.stream([*prefix, *prompts.take(NEW_TOKENS)], 4, name)
+        cached = answer.report.get("cached") or {}
+        elsewhere = {t: n for t, n in cached.items() if n > SLACK_TOKENS and t != tier}
+        if elsewhere or (tier is not None and cached.get(tier, 0) < _FOUND_SHARE * size):
+            found.other.append(f"{way}: found {cached}")
+        else:
+            found.seconds[way].append(answer.times[0])
+
+    come_back("recompute", None)
+    for way, tier, move in _moves(served, name, found):
+        for _ in range(repeats):
+            move()
+            come_back(way, tier)
+    endpoint.hint("agent.end", name)
+
+
+def _moves(served: Serving, name: str, found: Found) -> list[tuple[str, str, Callable[[], None]]]:
+    """(way, tier that the blocks are then found on, how they get there)."""
+    endpoint, disk = served.endpoint, served.disk
+    assert disk is not None
+
+    def to_disk() -> None:
+        endpoint.demote(name, "disk")
+
+    def to_cold_disk() -> None:
+        to_disk()
+        page_cache.drop(disk)
+        left = page_cache.cached_share(disk)
+        if left is not None:
+            found.cached.append(left)
+
+    def prefetched() -> None:
+        to_cold_disk()
+        give_up = time.perf_counter() + _PREFETCH_S_MAX
+        endpoint.hint("kv.prefetch", name)
+        before = sum(endpoint.resident(name).values())
+        while endpoint.resident(name).get("device", 0) < before - SLACK_TOKENS and time.perf_counter() < give_up:
+            time.sleep(0.01)
+
+    return [
+        ("device", "device", lambda: None),
+        ("disk", "disk", to_cold_disk),
+        ("disk-cached", "disk", to_disk),
+        ("prefetched", "device", prefetched),
+        ("host", "host", lambda: endpoint.demote(name, "host")),
+    ]
+
+
+def _print(document: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Time to first token after a pause, s: median (times that of device)")
+    for index, head in enumerate(("tokens", "other streams", *WAYS)):
+        table.add_column(head, justify="left" if index == 0 else "right")
+    for row in document["rows"]:
+        medians = {way: statistics.median(times) for way, times in row["seconds"].items() if times}
+        base = medians.get("device")
+        cells = []
+        for way in WAYS:
+            ratio = f" ({medians[way] / base:.2f})" if base and way in medians and way != "device" else ""
+            cells.append(f"{medians[way]:.3f}{ratio}" if way in medians else "-")
+        table.add_row(str(row["tokens"]), str(row["streams"]), *cells)
+    console, about = Console(), document["about"]
+    console.print(table)
+    left = [row["left_in_page_cache"] for row in document["rows"] if row["left_in_page_cache"] is not None]
+    shown = f"at most {max(left):.1%} of the files was still in the page cache" if left else "page cache not checked"
+    console.print(f"disk: synced, then posix_fadvise(DONTNEED); {shown}", highlight=False)
+    for row in document["rows"]:
+        for text in row["other"]:
+            console.print(f"not counted, {row['tokens']} tokens, {row['streams']} streams: {text}", highlight=False)
+    load = f"{document['load_before']:.1f} before, {document['load_after']:.1f} after"
+    console.print(
+        f"{about['processor']}, {about['cores']} cores, commit {str(about['commit'])[:12]}, load {load}",
+        highlight=False,
+    )
