@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tenuto.wire import PauseKind
+from tenuto_server.policy.priors import P_INTACT
 from tenuto_server.policy.views import CostView, History, SystemView, TierView
 
 
@@ -18,6 +19,7 @@ class Known:
     returns: dict[PauseKind, float] = field(default_factory=dict)
     trusts: tuple[float, float, float] = (0.8, 0.0, 1.0)
     back_after_end: float = 0.05
+    scales: tuple[float, float] = (2.2, 100.0)
     seen: dict[tuple[PauseKind, str | None], History] = field(default_factory=dict)
 
     def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> tuple[float, ...]:
@@ -26,8 +28,21 @@ class Known:
     def p_return_ended(self, tenant: str) -> float:
         return self.back_after_end
 
-    def p_return(self, tenant: str, kind: PauseKind, key: str | None = None, rhythm: int | None = None) -> float:
+    def p_return(
+        self,
+        tenant: str,
+        kind: PauseKind,
+        key: str | None = None,
+        rhythm: int | None = None,
+        depth: int | None = None,
+    ) -> float:
         return self.returns.get(kind, 1.0)
+
+    def p_intact(self, kind: PauseKind, depth: int | None = None) -> float:
+        return P_INTACT[kind]
+
+    def scale(self, tenant: str, kind: PauseKind) -> tuple[float, float]:
+        return self.scales
 
     def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
         return self.trusts

@@ -133,7 +133,7 @@ def test_unseen_clients_get_the_benefit_of_the_doubt() -> None:
 
 def test_an_honest_client_is_believed_as_it_speaks() -> None:
     weight, shift, factor = taught(300).trust("t", "tool", "k")
-    assert weight == pytest.approx(0.95)
+    assert weight == pytest.approx(0.98)
     assert shift == pytest.approx(0.0, abs=0.25)
     assert factor == pytest.approx(1.0, abs=0.25)
 
@@ -281,8 +281,8 @@ def test_rhythm_follows_the_recent_pauses() -> None:
     assert rhythm_of(pace, "tool") == 3
     slow = next_pace(pace, "tool", 9.0 * exp(2.6))
     assert slow - pace == pytest.approx(0.2 * 2.0, abs=0.02)  # type: ignore[operator]
-    assert rhythm_of(99.0, "tool") == 8
-    assert rhythm_of(-99.0, "human") == -8
+    assert rhythm_of(99.0, "tool") == 12
+    assert rhythm_of(-99.0, "human") == -12
 
 
 def test_a_pause_given_up_that_ends_after_all_counts_as_one_that_ends() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from math import erf, exp, inf, isfinite, log, sqrt
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.wire import Forecast
-from tenuto_server.policy.index import SIGMA_UNSTATED, Component, Curve, Empirical, LogNormal, mixture
+from tenuto_server.policy.index import SIGMA_UNSTATED, Component, Curve, Empirical, LogNormal, Looked, Part, mixture
 
 
 def exponential(mean_s: float, n: int = 64) -> Empirical:
@@ -203,12 +204,52 @@ def test_more_mass_at_never_is_never_worth_more(
 @settings(deadline=None, max_examples=100)
 @given(mixtures(), st.one_of(st.just(0.0), st.floats(1e-9, 1e4)), st.floats(0.1, 10.0))
 def test_stretching_time_shrinks_the_index(components: tuple[Component, ...], elapsed_s: float, c: float) -> None:
-    def stretch(part: LogNormal | Empirical) -> LogNormal | Empirical:
+    def stretch(part: Part) -> Part:
         if isinstance(part, LogNormal):
             return LogNormal(part.log_median + log(c), part.sigma)
+        if isinstance(part, Looked):
+            return Looked(tuple(q * c for q in part.quantiles), part.log_middle + log(c), part.sigma)
         return Empirical(tuple(q * c for q in part.quantiles), part.after_s * c)
 
     stretched = mixture(tuple((weight, p, stretch(part)) for weight, p, part in components))
     assert stretched.index_at(elapsed_s * c) * c == pytest.approx(
         mixture(components).index_at(elapsed_s), rel=1e-2, abs=1e-12
     )
+
+
+def test_a_look_at_a_lognormal_gives_its_conjugate_posterior() -> None:
+    # Prior N(2, 1), look N(3, 0.5): precisions 1 and 4 add up, the posterior is N(2.8, 1 / sqrt(5)).
+    normal = NormalDist()
+    prior = tuple(exp(2.0 + normal.inv_cdf((i + 0.5) / 64)) for i in range(64))
+    points = [-2.0, -1.0, 0.0, 1.0, 2.0]
+    seen = Looked(prior, 3.0, 0.5).cdf([exp(2.8 + z / sqrt(5.0)) for z in points])
+    assert seen == pytest.approx([normal.cdf(z) for z in points], abs=0.01)
+
+
+def test_a_look_keeps_the_shape_of_what_was_observed() -> None:
+    # All pauses last 10 or 1,000 s: a look at 100 s cannot tell which, one at 30 s can.
+    prior = (10.0,) * 32 + (1000.0,) * 32
+    assert Looked(prior, log(100.0), 0.5).cdf([100.0, 1e4]) == pytest.approx([0.5, 1.0], abs=0.03)
+    # Likelihood ratio of both: exp((log(1000/30)^2 - log(30/10)^2) / (2 * 0.5^2)) is beyond 1e8.
+    assert Looked(prior, log(30.0), 0.5).cdf([100.0])[0] > 0.999
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(-3.0, 14.0), st.floats(0.05, 3.0), st.lists(st.floats(0.5, 5000.0), min_size=2, max_size=40))
+def test_what_was_looked_at_is_a_distribution(middle: float, sigma: float, lengths: list[float]) -> None:
+    quantiles = tuple(sorted(lengths))
+    if Looked.fits(quantiles, middle, sigma):
+        part = Looked(quantiles, middle, sigma)
+        edges = part.edges()
+        values = part.cdf(edges)
+        assert edges == sorted(edges)
+        assert values == sorted(values)
+        assert values[0] >= 0.0
+        assert values[-1] == pytest.approx(1.0)
+        assert isfinite(mixture(((1.0, 0.9, part),)).index_at(exp(middle)))
+
+
+def test_nothing_is_looked_at_far_from_everything_observed() -> None:
+    assert Looked.fits((10.0,) * 64, log(20.0), 0.3)
+    assert not Looked.fits((10.0,) * 64, log(1e12), 0.3)
+    assert not Looked.fits((10.0,) * 64, log(1e-3), 0.3)

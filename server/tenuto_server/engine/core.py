@@ -82,7 +82,8 @@ class Core:
                     pause.elapsed_s(self.now_ns),
                     pause.key,
                     pause.said,
-                    rhythm=other.rhythm(pause.kind),
+                    rhythm=other.rhythm(pause.kind, self.knowledge),
+                    traits=other.traits(pause.kind),
                 )
             self.cache.set_tip(other.handle, None)
             self.safeguard.end(other.handle)

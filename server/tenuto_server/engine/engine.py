@@ -135,7 +135,7 @@ class Engine:
         self._describe(session, turn)
         receipts = self._hints.apply(turn.tenant, turn.hints) if turn.hints is not None else ()
         if not session.active and not turn.warm:
-            self._keeper.end_pause(session, turn.last_role)
+            self._keeper.end_pause(session, turn.last_role, self._intact(session, turn.tokens))
             # Its turn is here: until it is admitted, nothing comes back sooner than what it needs.
             core.cache.set_rate(session.handle, WAITING_RATE)
         if session.root != root:  # another salt: nothing of the old context can match
@@ -150,6 +150,11 @@ class Engine:
             self._next_sequence, turn, session, tokens, count, core.now_ns, config.reserve_tokens_max, receipts=receipts
         )
         self._scheduler.submit(sequence)
+
+    def _intact(self, session: Session, tokens: TokenArray) -> float | None:
+        """The share of a session's context that its new prompt begins with."""
+        had = self._core.cache.context_end(session.handle)
+        return self._core.cache.common_with(session.handle, tokens) / had if had else None
 
     def _refusal(self, turn: SubmitTurn) -> TurnRejected | None:
         config, count = self._core.config, len(turn.tokens)
@@ -215,6 +220,8 @@ class Engine:
         if session is None or session.pause is None or session.pause.told or session.active:
             return
         session.pause.kind, session.pause.tool, session.pause.program = event.kind, event.tool, event.program
+        if event.answer_tokens is not None:
+            session.pause.answer_tokens = event.answer_tokens
         self._keeper.evaluate_soon(session, "inferred")
 
     def _views(self, tenant: str, name: str | None) -> tuple[SessionView, ...]:

@@ -80,13 +80,15 @@ class CancelTurn:
 
 @dataclass(frozen=True, slots=True)
 class PauseInferred:
-    """What the server reads off an answer's end (stop reason, tool names), without any hint."""
+    """What the server reads off an answer's end (stop reason, tool names), without any hint. ``answer_tokens``: the answer's
+    length where it is not what the engine generated."""
 
     tenant: str
     session: str
     kind: PauseKind
     tool: str | None = None
     program: str | None = None
+    answer_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,11 @@ class RetentionKeeper:
 
     # ---- pauses --------------------------------------------------------------------------------------------------
 
-    def begin_pause(self, session: Session, *, wait: bool = False) -> None:
-        """A turn ended and no other of its session is active: the pause starts now. ``wait``: what it is will be told in
-        the next step; until then the session's KV counts as in use."""
+    def begin_pause(self, session: Session, *, answer: int = 0, wait: bool = False) -> None:
+        """A turn ended and no other of its session is active: the pause starts now. ``answer``: tokens
+        generated; ``wait``: what the pause is will be told in the next step; until then the session's KV counts as in use."""
         session.turn_over(self._core.now_ns)
-        session.pause = Pause(self._core.now_ns)
+        session.pause = Pause(self._core.now_ns, answer_tokens=answer)
         session.prefetch = ""
         if wait:
             self._core.cache.set_rate(session.handle, _RATE_IN_USE)
@@ -53,8 +53,9 @@ class RetentionKeeper:
         """Evaluates at the end of this step's events, unless one of them does so before."""
         self._pending[session.handle] = why
 
-    def end_pause(self, session: Session, last_role: str | None) -> None:
-        """The session's next turn has arrived: teaches what the pause was, settles what was promised for it."""
+    def end_pause(self, session: Session, last_role: str | None, intact: float | None) -> None:
+        """The session's next turn has arrived: teaches what the pause was, settles what was promised for it. ``intact``: share
+        of the context that the turn's prompt begins with, None where there is none."""
         core, pause = self._core, session.pause
         session.turn_began_ns, session.last_pause_s = core.now_ns, 0.0
         if pause is None:
@@ -70,12 +71,15 @@ class RetentionKeeper:
             elapsed,
             pause.said,
             pause.said_at_s,
-            rhythm=session.rhythm(kind),
+            rhythm=session.rhythm(kind, core.knowledge),
             given_up=pause.given_up,
+            traits=session.traits(kind),
+            intact=intact,
         )
         if pause.end_keep_s == 0.0:
             core.knowledge.observe_false_end(session.tenant)
         session.paces[kind] = next_pace(session.paces.get(kind), kind, elapsed)
+        session.last_logs[kind] = math.log(max(elapsed, 1.0))
         session.kinds[kind] = session.kinds.get(kind, 0) + 1
         core.count("pauses", label=kind)
         if session.prefetch:
@@ -103,14 +107,20 @@ class RetentionKeeper:
     def evaluate(self, session: Session, why: str) -> Retention | None:
         """Asks the policy about an open pause and enacts the answer."""
         core = self._core
-        view = session.pause_view(core.now_ns)
+        view = session.pause_view(core.now_ns, core.knowledge)
         if view is None or session.active:
             return None
         self._pending.pop(session.handle, None)
         if view.elapsed_s >= GIVE_UP_S and not session.ended and (pause := session.pause) and not pause.given_up:
             pause.given_up = True
             core.knowledge.observe_censored(
-                session.tenant, pause.kind, view.elapsed_s, pause.key, pause.said, rhythm=view.rhythm
+                session.tenant,
+                pause.kind,
+                view.elapsed_s,
+                pause.key,
+                pause.said,
+                rhythm=view.rhythm,
+                traits=session.traits(pause.kind),
             )
         decision = core.policy.retention(view, core.knowledge, core.system())
         session.retention = decision

@@ -114,7 +114,9 @@ class Scheduler:
         session.active -= 1
         session.turns += 1
         if not session.active:
-            self._keeper.begin_pause(session, wait=sequence.turn.inferred and not sequence.turn.final)
+            self._keeper.begin_pause(
+                session, answer=sequence.generated, wait=sequence.turn.inferred and not sequence.turn.final
+            )
             if sequence.turn.final:
                 self._keeper.end_session(session, 0.0)
 

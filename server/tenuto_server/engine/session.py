@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from tenuto.wire import CacheReport, Forecast, Lease, PauseKind, SessionView
-from tenuto_server.policy.calibration import rhythm_of
+from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.decision import Retention
+from tenuto_server.policy.pace import Traits
 from tenuto_server.policy.views import Cycle, PauseView, TierName
 
 State: TypeAlias = Literal["new", "waiting", "running", "paused", "ended"]
@@ -25,7 +26,8 @@ class Pause:
     """A pause that is open. Times within it are seconds since ``started_ns``.
 
     ``said``: the first thing that the client said about its length; that is what its forecasts are judged by. ``given_up``:
-    it has been counted as one that never ends though nobody said so.
+    it has been counted as one that never ends though nobody said so. ``answer_tokens``: length of the answer before it;
+    ``rhythm``: what was expected of it when it was first decided about, and as which kind.
     """
 
     started_ns: int
@@ -41,6 +43,8 @@ class Pause:
     end_keep_s: float | None = None
     told: bool = False
     given_up: bool = False
+    answer_tokens: int = 0
+    rhythm: tuple[PauseKind, int | None] | None = None
 
     @property
     def key(self) -> str | None:
@@ -85,6 +89,7 @@ class Session:
     kinds: dict[PauseKind, int] = field(default_factory=dict)
     recent: tuple[Cycle, ...] = ()
     paces: dict[PauseKind, float] = field(default_factory=dict)
+    last_logs: dict[PauseKind, float] = field(default_factory=dict)
     compacted_from: int = 0
     last_pause_s: float = 0.0
     turn_began_ns: int | None = None
@@ -115,9 +120,19 @@ class Session:
         cycle = Cycle(self.last_pause_s, (now_ns - began_ns) / SECOND_NS)
         self.recent = (*self.recent[1 - RECENT_MAX :], cycle)
 
-    def rhythm(self, kind: PauseKind) -> int | None:
-        """How its pauses of a kind compare with others'; None while the kind is unknown."""
-        return None if kind == "unknown" else rhythm_of(self.paces.get(kind), kind)
+    def traits(self, kind: PauseKind) -> Traits:
+        """What bears on the length of the pause that is open, were it of that kind."""
+        answer = self.pause.answer_tokens if self.pause is not None else 0
+        return Traits(self.paces.get(kind), self.last_logs.get(kind), answer, self.context_tokens)
+
+    def rhythm(self, kind: PauseKind, knowledge: PauseStats) -> int | None:
+        """What is expected of the open pause, as a pause of that kind: it stays what it was at the first look."""
+        pause = self.pause
+        if pause is None:
+            return None
+        if pause.rhythm is None or pause.rhythm[0] != kind:
+            pause.rhythm = kind, knowledge.rhythm(kind, self.traits(kind))
+        return pause.rhythm[1]
 
     def leased(self, now_ns: int) -> bool:
         """It holds a lease that is still running and unbroken."""
@@ -130,7 +145,7 @@ class Session:
         until = (self.lease_until_ns - now_ns) / SECOND_NS
         return Lease(until_s=round(until, 3), tier=self.lease_tier, tokens=self.lease_tokens, id=f"L{self.lease_id}")
 
-    def pause_view(self, now_ns: int) -> PauseView | None:
+    def pause_view(self, now_ns: int, knowledge: PauseStats) -> PauseView | None:
         """What a policy may know of its pause."""
         pause = self.pause
         if pause is None:
@@ -150,7 +165,7 @@ class Session:
             turns=self.turns,
             context_tokens=self.context_tokens,
             recent=self.recent,
-            rhythm=self.rhythm(pause.kind),
+            rhythm=self.rhythm(pause.kind, knowledge),
         )
 
 

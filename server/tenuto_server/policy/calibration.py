@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from math import log
+from math import log, sqrt
 
 from tenuto.wire import Forecast, PauseKind
-from tenuto_server.policy.histogram import BIN_LOG_WIDTH, BINS, Histogram, bin_of, masses_of, quantiles_of
+from tenuto_server.policy.fates import Fates, depth_of
+from tenuto_server.policy.histogram import BIN_LOG_WIDTH, BINS, Histogram, bin_edge, bin_of, masses_of, quantiles_of
+from tenuto_server.policy.pace import Pace, Traits
 from tenuto_server.policy.priors import KINDS, LENGTH, P_RETURN
 from tenuto_server.policy.score import Score
 from tenuto_server.policy.views import History
@@ -30,11 +32,13 @@ _K_RETURN = 20.0
 _PRIOR: dict[PauseKind, tuple[float, ...]] = {kind: masses_of(LENGTH[kind]) for kind in KINDS}
 
 
+_LOGS = tuple(log(bin_edge(i)) + 0.5 * BIN_LOG_WIDTH for i in range(BINS))
+
 RHYTHM_PACE = 0.2
 """Weight of the newest pause in a session's mean log length (KVCT: an EWMA of 0.2 tells as much as the whole session)."""
 RHYTHM_STEP, RHYTHM_STEP_HUMAN = 0.2, 0.4
-RHYTHM_STEPS = 8
-"""Sessions are told apart by that mean, in so many steps of so much either way: 0.2 and 0.4 are a fifth of the log-sd of
+RHYTHM_STEPS = 12
+"""Pauses are told apart by the mean expected of them, in so many steps of so much either way: 0.2 and 0.4 are a fifth of the log-sd of
 tool and human pauses (KVCT: 1.26 and 2.17)."""
 _CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(mass, 1)[0]) for kind, mass in _PRIOR.items()}
 GONE_BELOW = 0.1
@@ -74,7 +78,19 @@ class _Word:
 class _Node:
     """What one level has seen: lengths, ends, and the quantiles last derived (valid for ``stamp``)."""
 
-    __slots__ = ("ended", "ewma_s", "lengths", "mean_s", "n", "quantiles", "returned", "score", "stamp")
+    __slots__ = (
+        "ended",
+        "ewma_s",
+        "lengths",
+        "mean_s",
+        "n",
+        "quantiles",
+        "returned",
+        "scale",
+        "scale_stamp",
+        "score",
+        "stamp",
+    )
 
     def __init__(self, cap: float) -> None:
         self.lengths = Histogram(cap)
@@ -83,6 +99,8 @@ class _Node:
         self.score: Score | None = None
         self.quantiles: tuple[float, ...] = ()
         self.stamp: tuple[int, ...] = ()
+        self.scale = (0.0, 1.0)
+        self.scale_stamp: tuple[int, ...] = ()
         self.n = 0
         self.mean_s = self.ewma_s = 0.0
 
@@ -121,6 +139,8 @@ class PauseStats:
         self._scores: OrderedDict[str, Score] = OrderedDict()
         self._words: OrderedDict[tuple[str, str], _Word] = OrderedDict()
         self._pit = [0] * 10
+        self._paces: dict[PauseKind, Pace] = {kind: Pace(_CENTRE[kind]) for kind in KINDS}
+        self._fates = Fates()
 
     # --- what a policy asks (PauseKnowledge) ---
 
@@ -138,12 +158,41 @@ class PauseStats:
             deepest.stamp = stamp
         return deepest.quantiles
 
-    def p_return(self, tenant: str, kind: PauseKind, key: str | None = None, rhythm: int | None = None) -> float:
+    def rhythm(self, kind: PauseKind, traits: Traits) -> int | None:
+        """How long a pause of such a session is expected to be, in steps from the prior's median; None where the kind is
+        not known."""
+        return None if kind == "unknown" else rhythm_of(self._paces[kind].expect(traits), kind)
+
+    def scale(self, tenant: str, kind: PauseKind) -> tuple[float, float]:
+        """Mean and standard deviation of the log of a tenant's pauses of a kind."""
+        chain = list(self._chain(tenant, kind, None))
+        deepest, stamp = chain[-1][0], tuple(node.lengths.epoch for node, _ in chain)
+        if deepest.scale_stamp != stamp:
+            masses = self._masses(tenant, kind, None)
+            mean = sum(mass * at for mass, at in zip(masses, _LOGS, strict=True))
+            square = sum(mass * (at - mean) ** 2 for mass, at in zip(masses, _LOGS, strict=True))
+            deepest.scale, deepest.scale_stamp = (mean, sqrt(square)), stamp
+        return deepest.scale
+
+    def p_intact(self, kind: PauseKind, depth: int | None = None) -> float:
+        """Learned share of a context of that size that the prompt after such a pause begins with."""
+        return self._fates.p_intact(kind, depth)
+
+    def p_return(
+        self,
+        tenant: str,
+        kind: PauseKind,
+        key: str | None = None,
+        rhythm: int | None = None,
+        depth: int | None = None,
+    ) -> float:
         """Learned probability of return where nobody announced the session's end, shrunk like ``quantiles`` with 20
-        pseudo-pauses a level."""
+        pseudo-pauses a level. Contexts of its size multiply the odds by what they do to those of its kind."""
         p = P_RETURN[kind]
         for node, _ in self._chain(tenant, kind, key, rhythm):
             p = (_K_RETURN * p + node.returned) / (_K_RETURN + node.returned + node.ended)
+        if depth is not None and (factor := self._fates.end_odds(kind, depth)) != 1.0:
+            p = p / (p + (1.0 - p) * factor)
         return p
 
     def trust(self, tenant: str, kind: PauseKind, key: str | None) -> tuple[float, float, float]:
@@ -180,12 +229,19 @@ class PauseStats:
         *,
         rhythm: int | None = None,
         given_up: bool = False,
+        traits: Traits | None = None,
+        intact: float | None = None,
     ) -> None:
         """A pause ended after ``length_s`` seconds. ``forecast``: what the client said of it, ``forecast_at_s`` seconds
         into the pause (None: nothing). Of several forecasts of one pause the engine passes the first. ``given_up``: it has
-        been counted by ``observe_censored`` and now turns out to end after all."""
+        been counted by ``observe_censored`` and now turns out to end after all. ``intact``: share of the context that the
+        next prompt begins with, where known."""
         if forecast is not None and length_s > forecast_at_s:
             self._score_length(tenant, kind, key, length_s, forecast, forecast_at_s)
+        if traits is not None:
+            if not given_up:
+                self._paces[kind].learn(traits, log(max(length_s, 1.0)))
+            self._fates.returned(kind, depth_of(traits.context_tokens), 1.0 if intact is None else intact, given_up)
         for node, cap in self._taught(tenant, kind, key, rhythm):
             node.add(length_s)
             if given_up:
@@ -241,6 +297,7 @@ class PauseStats:
         forecast: Forecast | None = None,
         *,
         rhythm: int | None = None,
+        traits: Traits | None = None,
     ) -> None:
         """Nobody announced an end, and a session was given up ``elapsed_s`` seconds into a pause: it never returned.
 
@@ -248,6 +305,9 @@ class PauseStats:
         """
         assert elapsed_s >= 0.0
         self._score_end(tenant, kind, key, forecast)
+        if traits is not None:
+            self._paces[kind].learn(traits, log(GIVE_UP_S))
+            self._fates.ended(kind, depth_of(traits.context_tokens))
         for node, cap in self._taught(tenant, kind, key, rhythm):
             node.count(False, cap)
 

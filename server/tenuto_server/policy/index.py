@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import erf, exp, inf, log, pi, sqrt
+from math import erf, erfc, exp, inf, log, pi, sqrt
 from typing import TypeAlias
 
 from tenuto.wire import Forecast
@@ -131,7 +131,60 @@ class Empirical:
         return out
 
 
-Part: TypeAlias = LogNormal | Empirical
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Observed lengths seen through a noisy look at log R: their density times a Gaussian around ``log_middle`` with log-sd
+    ``sigma`` (Bayes). It keeps the shape of what is observed - the shortest there is, the skew, the tail - where a lognormal
+    around the forecast does not."""
+
+    quantiles: tuple[float, ...]
+    log_middle: float
+    sigma: float
+
+    @classmethod
+    def fits(cls, quantiles: tuple[float, ...], log_middle: float, sigma: float) -> bool:
+        """Whether such a look is at anything observed: within 4 sigma of it (the power-law tail counts)."""
+        times, _ = _points(quantiles)
+        return log(0.25 * times[1]) - 4.0 * sigma < log_middle < log(times[-1]) + 4.0 * sigma
+
+    def edges(self) -> list[float]:
+        """Cell edges in seconds, ascending."""
+        times, _ = _points(self.quantiles)
+        seen = [exp(self.log_middle + 2.0 * z * self.sigma) for z in _Z_WIDE]
+        return sorted({*times[1:], *(edge for edge in seen if 0.1 * times[1] < edge < times[-1])})
+
+    def cdf(self, edges: Sequence[float]) -> list[float]:
+        """P(R <= t) at each of ``edges`` (> 0 seconds, ascending)."""
+        times, mass = _points(self.quantiles)
+        scale = 1.0 / (self.sigma * _SQRT2)
+
+        def z(time: float) -> float:
+            return (log(time) - self.log_middle) * scale
+
+        # What comes before the first quantile spreads evenly over the two octaves under it.
+        starts = (0.25 * times[1], *times[1:])
+        density = [(mass[i] - mass[i - 1]) / log(times[i] / starts[i - 1]) for i in range(1, len(times))]
+        sums, total = [0.0], 0.0
+        for i, height in enumerate(density):
+            total += height * _between(z(starts[i]), z(starts[i + 1]))
+            sums.append(total)
+        out, i = [], 0
+        for edge in edges:
+            while i < len(density) - 1 and starts[i + 1] < edge:
+                i += 1
+            inside = density[i] * _between(z(starts[i]), z(edge)) if edge > starts[i] else 0.0
+            out.append(min(1.0, (sums[i] + inside) / total))
+        return out
+
+
+def _between(low: float, high: float) -> float:
+    """Twice the normal probability between two points given in units of sqrt(2) deviations, exact far out too."""
+    if low > 0.0:
+        return erfc(low) - erfc(high)
+    return erfc(-high) - erfc(-low) if high < 0.0 else erf(high) - erf(low)
+
+
+Part: TypeAlias = LogNormal | Empirical | Looked
 Component: TypeAlias = tuple[float, float, Part]
 """(weight in the mixture, probability of any return at all, distribution of the length if it returns)."""
 

@@ -11,8 +11,9 @@ from math import exp, floor, inf, log
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.calibration import GIVE_UP_S, GONE_BELOW
 from tenuto_server.policy.decision import Retention
-from tenuto_server.policy.index import Component, Curve, Empirical, LogNormal, mixture
-from tenuto_server.policy.priors import KIND_SHARE, P_INTACT
+from tenuto_server.policy.fates import depth_of
+from tenuto_server.policy.index import Component, Curve, Empirical, LogNormal, Looked, Part, mixture
+from tenuto_server.policy.priors import KIND_SHARE
 from tenuto_server.policy.tiering import saved_by_tier
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName, TierView
 
@@ -33,6 +34,8 @@ RESUME_LEAD_SHARE = 0.03
 RESUME_LEAD_MIN_S = 1.0
 """A stated return: lognormal around the lead at which it was stated. A view that no longer shows it (it says when the
 return comes, not when that was said) is read as the shortest plausible one, a share of the whole pause."""
+LOOK_MIN = 0.02
+"""A look of less than this share of the precision that its kind of pause has anyway is none."""
 P_RETURN_STATED = 0.99
 P_RETURN_ENDED = 0.3
 """Assumed: a session that its harness ended but asked to keep comes back this often (no corpus records it)."""
@@ -72,6 +75,25 @@ def _forecast_part(log_median: float, sigma: float) -> LogNormal:
     return LogNormal(floor(log_median / step + 0.5) * step, sigma)
 
 
+def _said_part(pause: PauseView, knowledge: PauseKnowledge, said: LogNormal, at_s: float) -> Part:
+    """The client's word as a distribution. A forecast made as the pause began is a posterior: what its kind of pause is known
+    for, after a look at this one. The look - precision 1/said^2 - 1/kind^2 - is what it adds to everything the server knows
+    itself; read as a whole, the kind's own spread would count twice. A forecast as wide as its kind adds nothing."""
+    if at_s > 0.0 or pause.resume_at_s is not None or pause.kind == "unknown":
+        return _forecast_part(said.log_median, said.sigma)
+    mean, sd = knowledge.scale(pause.tenant, pause.kind)
+    quantiles = tuple(knowledge.quantiles(pause.tenant, pause.kind, pause.key, pause.rhythm))
+    precision = 1.0 / (said.sigma * said.sigma) - 1.0 / (sd * sd)
+    if precision * sd * sd < LOOK_MIN:
+        return Empirical(quantiles)
+    middle = (said.log_median / (said.sigma * said.sigma) - mean / (sd * sd)) / precision
+    sigma = exp(0.05 * floor(10.0 * log(1.0 / precision) + 0.5))
+    middle = floor(middle / (0.1 * sigma) + 0.5) * 0.1 * sigma
+    if not Looked.fits(quantiles, middle, sigma):
+        return _forecast_part(said.log_median, said.sigma)
+    return Looked(quantiles, middle, sigma)
+
+
 def _after(at_s: float) -> float:
     """From when on experience is conditioned, for a forecast given later than the pause's start: rounded to 5 %."""
     return exp(0.05 * floor(20.0 * log(at_s) + 0.5)) if at_s > 0.05 else 0.0
@@ -92,10 +114,11 @@ def kind_shares(pause: PauseView) -> list[tuple[float, PauseKind]]:
 
 def _known(pause: PauseView, knowledge: PauseKnowledge, at_s: float, weight: float) -> list[Component]:
     """What is known without the client, as of ``at_s`` seconds into the pause, with total weight ``weight``."""
+    depth = depth_of(pause.context_tokens)
     if pause.kind != "unknown" and at_s <= 0.0:
         quantiles = knowledge.quantiles(pause.tenant, pause.kind, pause.key, pause.rhythm)
         part = Empirical(quantiles if isinstance(quantiles, tuple) else tuple(quantiles))
-        return [(weight, _share(knowledge.p_return(pause.tenant, pause.kind, pause.key, pause.rhythm)), part)]
+        return [(weight, _share(knowledge.p_return(pause.tenant, pause.kind, pause.key, pause.rhythm, depth)), part)]
     shares = kind_shares(pause)
     parts: list[Component] = []
     left = 0.0
@@ -103,7 +126,7 @@ def _known(pause: PauseView, knowledge: PauseKnowledge, at_s: float, weight: flo
         key, rhythm = (pause.key, pause.rhythm) if len(shares) == 1 else (None, None)
         quantiles = knowledge.quantiles(pause.tenant, kind, key, rhythm)
         part = Empirical(quantiles if isinstance(quantiles, tuple) else tuple(quantiles), at_s)
-        p_return = knowledge.p_return(pause.tenant, kind, key, rhythm)
+        p_return = knowledge.p_return(pause.tenant, kind, key, rhythm, depth)
         if at_s > 0.0:
             # Bayes: having lasted at_s speaks for kinds that last, and for never returning.
             survival = part.survival()
@@ -152,7 +175,7 @@ def pause_curve(
         if pause.resume_at_s is None and pause.forecast is not None and pause.forecast.p_return is None:
             known = sum(share * p for share, p, _ in components)
             p_said = known / (1.0 - weight) if weight < 1.0 else P_RETURN_STATED
-        components.append((weight, _share(p_said), _forecast_part(said.log_median, said.sigma)))
+        components.append((weight, _share(p_said), _said_part(pause, knowledge, said, at_s)))
     if pause.end_keep_s is not None and hear:
         # Asked to be kept, or announced by somebody whose announcements proved false.
         back = P_RETURN_ENDED if pause.end_keep_s > pause.elapsed_s else knowledge.p_return_ended(pause.tenant)
@@ -192,7 +215,7 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
         return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "plain LRU does better")
     curve, x, weight = pause_curve(pause, knowledge, hear=hear, trust=max(0.0, min(1.0, trust - 1.0)))
     index, before = curve.index_at(x), curve.mass_at(x)
-    intact = P_INTACT[pause.kind]
+    intact = knowledge.p_intact(pause.kind, depth_of(pause.context_tokens))
     rate = index * intact
     if trust < 1.0 and index > 0.0:
         # 1 / (time since the last use) orders like LRU: a geometric mean of both, since only ratios matter.

@@ -9,7 +9,7 @@ from tenuto_server.policy.index import LogNormal
 
 _LOGIT_FIRST = log(0.8 / 0.2)
 """A forecast from a client never scored before weighs 0.8: most forecasts are honest, and the first lies are cheap."""
-_WEIGHT_MAX = 0.95
+_WEIGHT_MAX = 0.98
 _WEIGHT_MIN = 0.02
 _GAIN_DECAY = 0.98
 _GAIN_RANGE = (-10.0, 8.0)

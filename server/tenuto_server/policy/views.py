@@ -37,7 +37,7 @@ class PauseView:
     ``resume_at_s``: the harness said that the return comes at this elapsed time. ``alive_until_s``: keepalives vouch for
     the session until this elapsed time. ``end_keep_s``: the harness ended the session but asked to keep it until this
     elapsed time (0 when not at all); None when it did not end. ``recent``: the session's last pauses of any kind, oldest
-    first, a handful. ``rhythm``: how its pauses of this kind compare with others' (``calibration.rhythm_of``).
+    first, a handful. ``rhythm``: how long a pause of this kind is expected of it (``calibration.rhythm_of``).
     """
 
     tenant: str
@@ -128,8 +128,24 @@ class PauseKnowledge(Protocol):
         64th each where half of what was left has come. Shrunk (key, rhythm) -> key -> kind -> all."""
         ...
 
-    def p_return(self, tenant: str, kind: PauseKind, key: str | None = None, rhythm: int | None = None) -> float:
-        """Learned probability that a session pausing in this way ever returns, its end not having been announced."""
+    def p_return(
+        self,
+        tenant: str,
+        kind: PauseKind,
+        key: str | None = None,
+        rhythm: int | None = None,
+        depth: int | None = None,
+    ) -> float:
+        """Learned probability that a session pausing in this way ever returns, its end not having been announced.
+        ``depth``: size class of its context (``fates.depth_of``)."""
+        ...
+
+    def p_intact(self, kind: PauseKind, depth: int | None = None) -> float:
+        """Learned share of a context of that size that the prompt after such a pause begins with."""
+        ...
+
+    def scale(self, tenant: str, kind: PauseKind) -> tuple[float, float]:
+        """Mean and standard deviation of the log of the seconds of such pauses."""
         ...
 
     def p_return_ended(self, tenant: str) -> float:

@@ -205,7 +205,7 @@ class Harness:
     def _tell(self, line: Line, request: Request, last: bool) -> None:
         know = self.knowledge
         # The server reads this off the answer whatever the harness says.
-        self.world.soon(PauseInferred(line.tenant, line.name, request.pause, request.tool))
+        self.world.soon(PauseInferred(line.tenant, line.name, request.pause, request.tool, answer_tokens=request.out))
         following = None if last else line.session.requests[line.at + 1]
         if line.lies:
             self._lie(line, request)

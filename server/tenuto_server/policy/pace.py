@@ -1,0 +1,74 @@
+"""How a session's pause will compare with others of its kind, guessed from what the server sees when the turn ends.
+
+A ``Pace`` owns one kind's regression of the log of the pause's length on the session's own earlier pauses, the length of the
+answer and of the context: ridge regression taught one pause at a time (recursive least squares). Coefficients start where
+nothing but the session's own habit counts, for half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+_RIDGE = 2.0
+"""Pauses that each starting coefficient is worth."""
+_START = (0.0, 0.5, 0.0, 0.0, 0.0)
+_ERROR_MAX = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a server knows of a session when a pause begins. ``habit``: mean log seconds of its own pauses of the kind
+    (``calibration.next_pace``), ``last``: that of the last one; None before any. ``answer_tokens``: length of the answer
+    just given, ``context_tokens``: of the context."""
+
+    habit: float | None = None
+    last: float | None = None
+    answer_tokens: int = 0
+    context_tokens: int = 0
+
+
+class Pace:
+    """``centre``: log seconds that the kind is measured from."""
+
+    __slots__ = ("_centre", "_spread", "answer", "context", "n", "weights")
+
+    def __init__(self, centre: float) -> None:
+        self._centre = centre
+        self.n = 0
+        self.answer = self.context = 0.0
+        self.weights = list(_START)
+        size = len(_START)
+        self._spread = [[1.0 / _RIDGE if i == j else 0.0 for j in range(size)] for i in range(size)]
+
+    def _point(self, traits: Traits) -> tuple[float, ...]:
+        habit = 0.0 if traits.habit is None else traits.habit - self._centre
+        last = habit if traits.last is None else traits.last - self._centre
+        if not self.n:
+            return 1.0, habit, last, 0.0, 0.0
+        return 1.0, habit, last, _log(traits.answer_tokens) - self.answer, _log(traits.context_tokens) - self.context
+
+    def expect(self, traits: Traits) -> float:
+        """Expected log of the length in seconds."""
+        return self._centre + sum(w * x for w, x in zip(self.weights, self._point(traits), strict=True))
+
+    def learn(self, traits: Traits, log_length: float) -> None:
+        """A pause of a session with these traits took exp(``log_length``) seconds."""
+        # Sizes are measured from their own mean: in what unit they come must not matter.
+        share = 1.0 / (self.n + 1.0) if self.n < 1000 else 0.001
+        self.answer += share * (_log(traits.answer_tokens) - self.answer)
+        self.context += share * (_log(traits.context_tokens) - self.context)
+        self.n += 1
+        x, spread = self._point(traits), self._spread
+        error = log_length - self._centre - sum(w * value for w, value in zip(self.weights, x, strict=True))
+        error = max(-_ERROR_MAX, min(_ERROR_MAX, error))
+        pull = [sum(s * value for s, value in zip(row, x, strict=True)) for row in spread]
+        scale = 1.0 / (1.0 + sum(p * value for p, value in zip(pull, x, strict=True)))
+        self.weights = [w + scale * p * error for w, p in zip(self.weights, pull, strict=True)]
+        self._spread = [
+            [s - scale * p * q for s, q in zip(row, pull, strict=True)] for row, p in zip(spread, pull, strict=True)
+        ]
+
+
+def _log(tokens: int) -> float:
+    return log(1.0 + tokens)

@@ -1,0 +1,85 @@
+"""The regression of a pause's length, against ridge regression worked out by hand and by a linear solver."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from tenuto_server.policy import PauseStats
+from tenuto_server.policy.fates import depth_of
+from tenuto_server.policy.pace import Pace, Traits
+
+
+def test_before_anything_is_learned_half_the_habit_counts() -> None:
+    pace = Pace(2.0)
+    assert pace.expect(Traits()) == 2.0
+    assert pace.expect(Traits(habit=3.0, last=9.0, answer_tokens=5000)) == pytest.approx(2.5)
+
+
+def test_it_is_the_ridge_regression_of_all_it_was_taught() -> None:
+    rnd = Random(1)
+    pace, centre = Pace(2.0), 2.0
+    rows, lengths = [], []
+    for _ in range(300):
+        # Sizes alternate about a mean that the running one meets at once: then their deviations are known beforehand.
+        traits = Traits(rnd.gauss(2.0, 0.6), rnd.gauss(2.0, 1.0), 99, 9999)
+        length = 2.0 + 0.3 * (traits.habit or 0.0) + rnd.gauss(0.0, 0.5)
+        pace.learn(traits, length)
+        rows.append([1.0, (traits.habit or 0.0) - centre, (traits.last or 0.0) - centre, 0.0, 0.0])
+        lengths.append(length - centre)
+    x, y, start = np.array(rows), np.array(lengths), np.array([0.0, 0.5, 0.0, 0.0, 0.0])
+    expected = start + np.linalg.solve(x.T @ x + 2.0 * np.eye(5), x.T @ (y - x @ start))
+    assert pace.weights == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+def test_longer_answers_come_to_mean_longer_pauses_in_any_unit() -> None:
+    for unit in (1, 64):
+        rnd, pace = Random(2), Pace(2.0)
+        for _ in range(2000):
+            answer = rnd.choice((100, 1000))
+            pace.learn(Traits(2.0, 2.0, answer * unit, 50_000), 2.0 + (answer == 1000) * 1.0 + rnd.gauss(0.0, 0.3))
+        gap = pace.expect(Traits(2.0, 2.0, 1000 * unit, 50_000)) - pace.expect(Traits(2.0, 2.0, 100 * unit, 50_000))
+        assert gap == pytest.approx(1.0, abs=0.06)
+
+
+def test_rhythm_is_what_is_expected_in_steps() -> None:
+    stats = PauseStats()
+    assert stats.rhythm("unknown", Traits()) is None
+    # Half of 1.2 log seconds above the prior's 9 s are three steps of 0.2.
+    assert stats.rhythm("tool", Traits(habit=np.log(9.0) + 1.2)) == 3
+
+
+def test_contexts_near_the_limit_end_more_often_and_are_replaced() -> None:
+    stats, full, small = PauseStats(), Traits(context_tokens=160_000), Traits(context_tokens=20_000)
+    for i in range(400):
+        stats.observe("t", "tool", None, 9.0, traits=small, intact=1.0)
+        if i % 4 == 0:
+            stats.observe_censored("t", "tool", 3600.0, traits=full)
+        else:
+            stats.observe("t", "tool", None, 9.0, traits=full, intact=0.5 if i % 2 else 1.0)
+    deep, shallow = depth_of(160_000), depth_of(20_000)
+    assert shallow != deep
+    # 100 of 400 and 0 of 400 ended, 100 of 800 in all; each level is worth 20 pauses of the one above.
+    whole = (20 * 0.008 + 100) / 820
+    here = (20 * whole + 100) / 420
+    p = stats.p_return("t", "tool")
+    odds = (1 - p) / p * here / (1 - here) / (whole / (1 - whole))
+    assert stats.p_return("t", "tool", depth=deep) == pytest.approx(1 / (1 + odds))
+    assert stats.p_return("t", "tool", depth=deep) < 0.8 < 0.97 < stats.p_return("t", "tool", depth=shallow)
+    assert stats.p_return("t", "tool", depth=depth_of(10**6)) == p
+    # 300 of the deep ones returned, 200 of them (odd i) with half of it: 200 / 300; all of the shallow ones whole.
+    whole = (20 * 0.986 + 400 + 200) / 720
+    assert stats.p_intact("tool", deep) == pytest.approx((20 * whole + 200) / 320)
+    assert stats.p_intact("tool", shallow) > 0.97
+
+
+def test_a_pause_given_up_that_ends_after_all_is_no_end() -> None:
+    stats, plain, traits = PauseStats(), PauseStats(), Traits(context_tokens=1000)
+    stats.observe_censored("t", "human", 3600.0, traits=traits)
+    stats.observe("t", "human", None, 9000.0, traits=traits, given_up=True, intact=1.0)
+    plain.observe("t", "human", None, 9000.0, traits=traits, intact=1.0)
+    for depth in (None, depth_of(1000)):
+        assert stats.p_return("t", "human", depth=depth) == pytest.approx(plain.p_return("t", "human", depth=depth))
+        assert stats.p_intact("human", depth) == plain.p_intact("human", depth)
