@@ -2,6 +2,8 @@
 
 A client owns its connection pools, its hint sender and its services (forecaster, telemetry); sessions borrow them.
 Making a client talks to nobody: a server that is down costs nothing until the first request, and a hint never waits.
+
+httpx takes longer to import than all the rest: the hint sender's thread does it, or the first request if that comes first.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -17,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
-import httpx
 from pydantic import ValidationError
 
 from tenuto.errors import (
@@ -40,6 +42,8 @@ from tenuto.turn import Turn, turn_from_completion
 from tenuto.wire import AnyAction, Envelope, Receipt, Receipts
 
 if TYPE_CHECKING:
+    import httpx
+
     from tenuto.recorder import Recorder
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
@@ -110,7 +114,10 @@ class _ClientCore:
         self._rejected: list[tuple[str, Receipt]] = []
         self._hint_http: httpx.Client | None = None
         enabled = os.environ.get("TENUTO_DISABLED", "").strip().lower() not in ("1", "true", "yes")
+        self._opening = threading.Lock()
         sender = HintSender(self._deliver, clock=clock, on_receipt=self._on_receipt) if enabled else None
+        if sender is not None:
+            sender.schedule(clock(), _import_httpx)
         self.services = Services(
             sender=sender,
             forecaster=forecaster if forecaster is not None else PauseForecaster.open(),
@@ -132,6 +139,8 @@ class _ClientCore:
 
     def _deliver(self, envelope: Envelope) -> Delivery:
         """Posts hints; runs on the sender's thread, with its own connection, within the budget."""
+        import httpx
+
         if self._hint_http is None:
             # Half the budget to connect and half to answer: a warm connection has its half to spare.
             limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
@@ -172,6 +181,8 @@ class _ClientCore:
             raise HintRejectedError(text, action_id=receipt.action_id, outcome=receipt.outcome)
 
     def _request(self, http: httpx.Client | httpx.AsyncClient, pending: PendingTurn, timeout: float | None) -> Any:
+        import httpx
+
         limit = self.timeout_s if timeout is None else timeout
         return http.build_request(
             "POST",
@@ -239,7 +250,16 @@ class Client(_ClientCore):
             strict=strict,
             clock=clock,
         )
-        self._http = httpx.Client(base_url=self.base_url, headers=self._headers, verify=self._tls)
+        self._opened: httpx.Client | None = None
+
+    @property
+    def _http(self) -> httpx.Client:
+        with self._opening:
+            if self._opened is None:
+                import httpx
+
+                self._opened = httpx.Client(base_url=self.base_url, headers=self._headers, verify=self._tls)
+            return self._opened
 
     def session(
         self,
@@ -283,7 +303,8 @@ class Client(_ClientCore):
     def close(self) -> None:
         """Delivers waiting hints within 250 ms, saves the pause history, closes the connections."""
         self._close_hints()
-        self._http.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _prepare(self, pending: PendingTurn) -> None:
         self._raise_rejected()
@@ -348,7 +369,16 @@ class AsyncClient(_ClientCore):
             strict=strict,
             clock=clock,
         )
-        self._http = httpx.AsyncClient(base_url=self.base_url, headers=self._headers, verify=self._tls)
+        self._opened: httpx.AsyncClient | None = None
+
+    @property
+    def _http(self) -> httpx.AsyncClient:
+        with self._opening:
+            if self._opened is None:
+                import httpx
+
+                self._opened = httpx.AsyncClient(base_url=self.base_url, headers=self._headers, verify=self._tls)
+            return self._opened
 
     def session(
         self,
@@ -397,7 +427,8 @@ class AsyncClient(_ClientCore):
         """Delivers waiting hints within 250 ms, saves the pause history, closes the connections."""
         with anyio.CancelScope(shield=True):  # bounded by the 250 ms, and worth them when a task group is cancelled
             await anyio.to_thread.run_sync(self._close_hints)
-            await self._http.aclose()
+            if self._opened is not None:
+                await self._opened.aclose()
 
     async def _prepare(self, pending: PendingTurn) -> None:
         self._raise_rejected()
@@ -445,8 +476,15 @@ def connect_sync(base_url: str | None = None, **options: Any) -> Client:
     return Client(base_url, **options)
 
 
+def _import_httpx(now_s: float) -> None:
+    """A timer of the sender: has the library ready for the first request."""
+    import httpx  # noqa: F401
+
+
 @contextlib.contextmanager
 def _mapped() -> Iterator[None]:
+    import httpx
+
     try:
         yield
     except httpx.TimeoutException as error:

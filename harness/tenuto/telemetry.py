@@ -1,7 +1,7 @@
 """OpenTelemetry spans and metrics of sessions, turns and pauses. ``Telemetry`` owns its tracer and instruments.
 
-Uses ``opentelemetry-api`` only, imported when the first client is made; without it, or without an SDK configured by the
-application, every call does nothing. Names follow the GenAI conventions (status: development) and live in one table,
+Uses ``opentelemetry-api`` only, and only once the application has imported it or the environment names a provider: without
+an SDK that somebody configures every call does nothing, and need not cost an import. Names follow the GenAI conventions (status: development) and live in one table,
 because they still change. Nothing here raises into the agent.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,14 +41,26 @@ NAMES = {
 }
 
 
+PROVIDERS = ("OTEL_PYTHON_TRACER_PROVIDER", "OTEL_PYTHON_METER_PROVIDER")
+"""Set in the environment, these have the API load a provider of that name by itself."""
+
+
 class Telemetry:
-    """Tracer and instruments of one client; a no-op when OpenTelemetry is not installed."""
+    """Tracer and instruments of one client; a no-op while OpenTelemetry is not in use."""
 
     def __init__(self) -> None:
         self._tracer: Any = None
         self._pause: Any = None
         self._ttft: Any = None
         self._tokens: Any = None
+        self._tried = False
+        self._find()
+
+    def _find(self) -> None:
+        """Takes OpenTelemetry up as soon as it is in use."""
+        if self._tried or not ("opentelemetry.trace" in sys.modules or any(name in os.environ for name in PROVIDERS)):
+            return
+        self._tried = True
         try:
             self._trace: Any = importlib.import_module("opentelemetry.trace")
             metrics = importlib.import_module("opentelemetry.metrics")
@@ -60,11 +74,12 @@ class Telemetry:
 
     @property
     def active(self) -> bool:
-        """Whether OpenTelemetry was found."""
+        """Whether OpenTelemetry is in use."""
         return self._tracer is not None
 
     def start(self, what: str, name: str | None, attributes: Mapping[str, Any], parent: Any = None) -> Any:
         """Starts a span (``what``: session, chat or tool) below ``parent`` or the current span; None without telemetry."""
+        self._find()
         if self._tracer is None:
             return None
         with contextlib.suppress(Exception):

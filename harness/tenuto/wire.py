@@ -32,7 +32,8 @@ Children = Annotated[int, Field(ge=1, le=1024)]
 class Wire(BaseModel):
     """Base of every wire object: frozen, unknown fields ignored on read."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # A validator is compiled when it is first used: all of them together take longer than everything else at start.
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class Forecast(Wire):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -77,3 +78,11 @@ class AsyncTwin:
 @pytest.fixture(params=["sync", "async"])
 def twin(request: pytest.FixtureRequest) -> SyncTwin | AsyncTwin:
     return SyncTwin() if request.param == "sync" else AsyncTwin()
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """A URL on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"

@@ -18,14 +18,6 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-def nowhere() -> str:
-    """A URL on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
-
-
-@pytest.fixture
 def silent() -> Iterator[str]:
     """A URL on which connections are accepted and nothing is ever answered."""
     with socket.socket() as listener:
