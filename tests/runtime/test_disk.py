@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -330,3 +331,21 @@ def test_killed_while_writing_every_recovered_block_is_intact(tmp_path):
     found = [int(line) for line in done.stdout.split()]
     assert len(found) == trials
     assert max(found) > 30
+
+
+def test_the_checksum_is_plain_crc32_whoever_computes_it():
+    """So that a directory written with the fast library is read without it, and the other way round."""
+    rng = random.Random(3)
+    for size in (0, 1, 15, 4096, 368_640):
+        data = np.frombuffer(rng.randbytes(size), np.uint8)
+        assert block_sum(b"hash", data) == zlib.crc32(b"hash" + data.tobytes())
+    assert block_sum(b"", np.frombuffer(b"123456789", np.uint8)) == 0xCBF43926  # the check value of CRC-32
+
+
+def test_the_checksum_differs_for_every_single_bit():
+    data = np.frombuffer(random.Random(4).randbytes(2048), np.uint8).copy()
+    whole = block_sum(b"name", data)
+    for bit in range(8 * len(data)):
+        data[bit // 8] ^= 1 << (bit % 8)
+        assert block_sum(b"name", data) != whole
+        data[bit // 8] ^= 1 << (bit % 8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import zlib
+from collections.abc import Callable
+from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,26 @@ Bytes = NDArray[np.uint8]
 Slots = NDArray[np.int32]
 
 
+def _fastest_crc32() -> Callable[..., int]:
+    """The same CRC-32 from ISA-L, which uses the processor's carry-less multiplication, or from zlib where that lacks:
+    what one has written the other reads."""
+    try:
+        crc32: Callable[..., int] = import_module("isal.isal_zlib").crc32
+    except ImportError:
+        crc32 = import_module("zlib").crc32
+    return crc32
+
+
+_crc32 = _fastest_crc32()
+
+
 def block_sum(block_hash: bytes, data: Bytes) -> int:
     """CRC-32 of a block's bytes, begun with its hash: intact bytes of another block do not match either.
 
-    It catches every burst of up to 32 bits, and anything else but one in 2**32. Measured beside BLAKE2b on one core:
-    1.9 against 0.5 GB/s, without the GIL.
+    It catches every burst of up to 32 bits, and anything else but one in 2**32. On one core, without the GIL, at 369 kB a
+    block: 10.7 GB/s by ISA-L, 2.1 to 3.6 by zlib, 0.8 for BLAKE2b; copying the block takes as long as 6.3 GB/s.
     """
-    return zlib.crc32(data.data, zlib.crc32(block_hash))
+    return _crc32(data.data, _crc32(block_hash))
 
 
 def copy_runs(src: Bytes, src_slots: Slots | None, dst: Bytes, dst_slots: Slots | None) -> None:
