@@ -160,6 +160,20 @@ def test_the_second_copy_of_what_is_in_use_makes_way():
     site.cache.release(table, site.contexts[0], 9.0)
 
 
+def test_one_more_copy_displaces_nothing_of_its_own_rank():
+    site = Site(device=24, host=8, disk=0)
+    assert site.turn(0, 8)
+    assert site.turn(1, 8)
+    move = site.cache.tiers.begin_move
+    assert move(site.cache.context(0)[-1], DEVICE, HOST, "offload", 0) is not None
+    site.settle()
+    assert move(site.cache.context(1)[-1], DEVICE, HOST, "offload", 0) is None
+    # Where the device's copy is to go, the one used longest ago makes way.
+    assert move(site.cache.context(1)[-1], DEVICE, HOST, "offload", 0, drop_source=True) is not None
+    site.settle()
+    assert (site.on(0), site.on(1)) == ({"device": 8}, {"host": 8})
+
+
 def test_equal_priorities_leave_in_order_of_last_use_deepest_first():
     site = Site(device=64, host=0, disk=0)
     for number in (2, 0, 1):

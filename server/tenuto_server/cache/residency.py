@@ -271,7 +271,9 @@ class Residency:
             return None
         rank = None if ceiling is None else (ceiling, -math.inf)
         if rank is None and dst != DEVICE:
-            rank = (self._priority(extent, dst, src if drop_source else None), extent.last_used_s)
+            # One more copy of what stays where it is displaces nothing of its own rank.
+            used_s = extent.last_used_s if drop_source or not down else -math.inf
+            rank = (self._priority(extent, dst, src if drop_source else None), used_s)
         # The source must survive making room: a move protects it only once it is filed.
         extent.pins += 1
         self.make_room(dst, min(extent.blocks, self.pools[dst].capacity), now_ns, ceiling=rank)

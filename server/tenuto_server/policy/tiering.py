@@ -85,24 +85,17 @@ def worth_disk(extent: ExtentView) -> bool:
 def index_of(extent: ExtentView, tier: TierName, system: SystemView) -> float:
     """Eviction priority on ``tier``: the index where anybody is expected back, else last use (see UNWANTED).
 
-    A copy below another one saves no more than its making: it goes before what is the only one of its kind.
+    A copy below a faster one costs nothing to lose, as long as that one is there: 0, before whatever is the only one.
     """
     if extent.rate <= 0.0:
         return UNWANTED + extent.last_used_s
-    saved = saved_s(extent, tier, system)
-    if extent.on and tier != "device" and saved > 0.0:
+    if extent.on and tier != "device":
         for view in system.tiers:
             if view.tier == tier:
                 break
             if view.tier in extent.on:
-                saved = min(saved, _load_s(extent, tier, system))
-                break
-    return extent.rate * saved / (extent.blocks * system.cost.block_bytes)
-
-
-def _load_s(extent: ExtentView, tier: TierName, system: SystemView) -> float:
-    view = system.tier(tier)
-    return view.load_s_per_block * extent.blocks if view is not None else 0.0
+                return 0.0
+    return extent.rate * saved_s(extent, tier, system) / (extent.blocks * system.cost.block_bytes)
 
 
 def keep_below(extent: ExtentView, tier: TierName, system: SystemView) -> TierName | None:
