@@ -51,6 +51,21 @@ def test_live_tokens_by_hand() -> None:
     assert longest_context(recording) == 320
 
 
+def test_the_first_session_of_each_agent_comes_with_its_subagents() -> None:
+    def session(name: str, start_s: float, parent: str | None, agent: str) -> RecordedSession:
+        return RecordedSession(name, start_s, parent, agent, (), start_s + 1.0)
+
+    every = [
+        session("a1", 0.0, None, "a"),
+        session("b1", 0.5, None, "b"),
+        session("a1/x", 0.7, "a1", "x"),
+        session("a2", 2.0, None, "a"),
+        session("a2/x", 2.5, "a2", "x"),
+    ]
+    recording = Recording({one.id: one for one in every})
+    assert list(recording.first_of_each().sessions) == ["a1", "b1", "a1/x"]
+
+
 def test_live_tokens_count_only_while_half_of_the_agents_work() -> None:
     sessions = {
         name: RecordedSession(name, start, None, name, (turn(start, 10),), end)

@@ -93,7 +93,7 @@ def _sizes(args: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
-        for name in ("work", "recording.jsonl", "history.json"):  # of an earlier run
+        for name in ("work", "recording.jsonl"):  # of an earlier run
             path = keep / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         keep.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class _Demo:
         say(_sizes_text(sizes, recorded), highlight=False)
         results = []
         for arm in arms:
-            with self._progress(arm.name, recording.turns) as on_row:
+            with self._progress(arm.name, demo_arms.played(arm, recording).turns) as on_row:
                 results.append(
                     demo_arms.replay(arm, self._model_flags, self._folder, recording, recorded, sizes, on_row)
                 )
@@ -170,7 +170,7 @@ class _Demo:
         say()
         for limited, title in (
             (True, "Tiers rate-limited to the ratios of a GPU machine"),
-            (False, "The same without rate limits: on a CPU, host memory is next to free"),
+            (False, "Without rate limits (on a CPU, host memory is next to free), each agent's first session only"),
         ):
             arms = {result.arm.name: result.summary for result in results if result.arm.limited == limited}
             if arms:

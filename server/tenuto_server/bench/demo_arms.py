@@ -41,7 +41,8 @@ OnRow = Callable[[TurnRow], None]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How a recording is served. ``hints``: the agents use the SDK's hints; off, they only name their sessions."""
+    """How a recording is served. ``hints``: the agents use the SDK's hints; off, they only name their sessions. Not
+    ``limited``: tiers without rate limits, for each agent's first session only, which takes half the time."""
 
     name: str
     policy: str
@@ -134,19 +135,18 @@ def record(
     settings: WorkloadSettings,
     on_row: OnRow,
 ) -> Recorded:
-    """Runs the agents once, with memory for everything, and writes ``recording.jsonl`` and the pause history."""
+    """Runs the agents once, with memory for everything, and writes ``recording.jsonl``."""
     flags = [*model_flags, "--policy", "lru", "--device-bytes", str(AMPLE_BYTES), "--host-bytes", "0"]
     log = TurnLog(on_row)
     with ServerProcess(flags, folder / "record") as server:
-        speed = anyio.run(_probe, server.url)
+        speed = max(anyio.run(_probe, server.url, name) for name in ("probe-1", "probe-2"))
         token_bytes = _token_bytes(server)
 
         async def run() -> None:
             recorder = tenuto.Recorder(folder / "recording.jsonl", content=True)
-            history = tenuto.PauseForecaster(folder / "history.json")
             with recorder:
                 async with tenuto.connect(
-                    server.url, forecaster=history, recorder=recorder, timeout=TURN_LIMIT_S
+                    server.url, forecaster=tenuto.PauseForecaster(), recorder=recorder, timeout=TURN_LIMIT_S
                 ) as client:
                     passing = RecordingPass(client, work, log, settings.answer_tokens)
                     await passing.run(plans, settings)
@@ -155,6 +155,11 @@ def record(
         anyio.run(run)
         wall_s = time.monotonic() - began
     return Recorded(tuple(log.rows), log.computed(), token_bytes, speed, wall_s)
+
+
+def played(arm: Arm, recording: Recording) -> Recording:
+    """What an arm plays of a recording."""
+    return recording if arm.limited else recording.first_of_each()
 
 
 def replay(
@@ -166,24 +171,22 @@ def replay(
     sizes: Sizes,
     on_row: OnRow,
 ) -> ArmResult:
-    """Plays the recording against a fresh server under one arm."""
+    """Plays what ``played`` says of the recording against a fresh server under one arm."""
     place = folder / arm.name.replace(":", "-").replace("@", "-")
     place.mkdir(parents=True, exist_ok=True)
     flags = [*model_flags, "--policy", arm.policy, *sizes.flags(place, limited=arm.limited)]
     flags += ["--journal", str(place / "journal.jsonl")]
     log = TurnLog(on_row, recorded.new_tokens)
     hints: dict[str, Any] = {}
-    # Every arm starts from the recording's history and keeps what it learns to itself.
-    history = place / "history.json"
-    shutil.copyfile(folder / "history.json", history)
     with ServerProcess(flags, place) as server:
-        anyio.run(_probe, server.url)
+        anyio.run(_probe, server.url, "warm-up")
 
         async def run() -> None:
             with _hints(arm.hints):
-                client = tenuto.connect(server.url, forecaster=tenuto.PauseForecaster(history), timeout=TURN_LIMIT_S)
+                # It knows none of these pauses beforehand and learns as they end.
+                client = tenuto.connect(server.url, forecaster=tenuto.PauseForecaster(), timeout=TURN_LIMIT_S)
             async with client:
-                await ReplayPass(client, recording, log).run()
+                await ReplayPass(client, played(arm, recording), log).run()
                 await anyio.to_thread.run_sync(client.hints.flush)
             hints.update(asdict(client.hints.stats))
 
@@ -199,22 +202,19 @@ def replay(
     return ArmResult(arm, summarise(log.rows, counters, wall_s), tuple(log.rows), hints, command)
 
 
-async def _probe(url: str) -> float:
+async def _probe(url: str, name: str) -> float:
     """Prefill speed in tokens per second, by the first token of a prompt that nobody shares; also warms the server up."""
-    async with tenuto.connect(url, forecaster=tenuto.PauseForecaster()) as client:
-        best = 0.0
-        for number in range(2):
-            words = " ".join(f"probe{number} {n}" for n in range(PROBE_TOKENS // 5))
-            async with (
-                client.session(f"probe-{number}") as session,
-                session.stream([tenuto.user(words)], max_tokens=1, **GREEDY) as stream,
-            ):
-                async for _ in stream:
-                    pass
-            usage, report = stream.turn.usage, stream.turn.usage.report
-            took = report.ttft_s if report is not None and report.ttft_s else stream.turn.duration_s
-            best = max(best, (usage.prompt_tokens - usage.cached_tokens) / took)
-        return best
+    words = " ".join(f"{name} {n}" for n in range(PROBE_TOKENS // 5))
+    async with (
+        tenuto.connect(url, forecaster=tenuto.PauseForecaster()) as client,
+        client.session(name) as session,
+        session.stream([tenuto.user(words)], max_tokens=1, **GREEDY) as stream,
+    ):
+        async for _ in stream:
+            pass
+    usage, report = stream.turn.usage, stream.turn.usage.report
+    took = report.ttft_s if report is not None and report.ttft_s else stream.turn.duration_s
+    return (usage.prompt_tokens - usage.cached_tokens) / took
 
 
 def _token_bytes(server: ServerProcess) -> int:

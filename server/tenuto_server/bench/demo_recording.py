@@ -89,6 +89,13 @@ class Recording:
                 found.setdefault(session.agent or session.id, []).append(session)
         return found
 
+    def first_of_each(self) -> Recording:
+        """Every agent's first session alone, with its subagents."""
+        kept = {sessions[0].id for sessions in self.agents.values()}
+        return Recording(
+            {name: session for name, session in self.sessions.items() if name in kept or session.parent in kept}
+        )
+
     @property
     def turns(self) -> int:
         """Requests of all sessions."""

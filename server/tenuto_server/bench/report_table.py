@@ -100,7 +100,7 @@ def markdown(report: Mapping[str, Any]) -> str:
             lines += ["", f"Tiers limited to {sizes['host_bandwidth'] / 1e6:.0f} MB/s (host) and "]
             lines[-1] += f"{sizes['disk_bandwidth'] / 1e6:.0f} MB/s (disk), the ratios of a GPU machine."
         else:
-            lines += ["", "Without rate limits."]
+            lines += ["", "Without rate limits, each agent's first session only."]
     lines += ["", *(f"`{name}`: {_ratios(found)}  " for name, found in report["ratios"].items())]
     commit = (about["commit"] or "unknown")[:12]
     lines.append("")
