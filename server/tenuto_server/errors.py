@@ -8,6 +8,11 @@ TenutoServerError
 
 from __future__ import annotations
 
+import errno
+
+UNWRITABLE = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT))
+"""What the system says where nothing can be written now, and perhaps can later."""
+
 
 class TenutoServerError(Exception):
     """Base of all of them."""

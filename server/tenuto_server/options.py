@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import secrets
 from dataclasses import fields
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tenuto_server.config import ServerConfig, parse_bytes
-from tenuto_server.errors import ConfigError
+from tenuto_server.errors import UNWRITABLE, ConfigError
+
+logger = logging.getLogger(__name__)
 
 SECRET_CHARS_MIN = 16
 DISK_BYTES_DEFAULT = 8 * 2**30
@@ -190,6 +193,9 @@ def secret_of(config: ServerConfig) -> bytes:
         finally:
             fresh.unlink()
     except OSError as error:
+        if not path.exists() and config.disk_dir.is_dir() and error.errno in UNWRITABLE:
+            logger.warning("--disk-dir %s: %s; the secret is not kept", config.disk_dir, error.strerror)
+            return secrets.token_bytes(32)  # nothing is stored under it either
         if not path.exists():
             raise ConfigError(f"--disk-dir {config.disk_dir}: {error.strerror}; choose a writable directory") from None
     try:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto_server.errors import ConfigError
+from tenuto_server.errors import UNWRITABLE, ConfigError
 from tenuto_server.runtime.blocks import HASH_BYTES, Bytes, Slots, block_sum, runs
 from tenuto_server.runtime.disk_index import MAGIC, DiskIndex, Stored
 
@@ -60,7 +60,8 @@ class DiskTier:
     there: the families unused for longest are removed as room is needed, never one that another server has open.
 
     Raises ``ConfigError`` if the directory cannot be used or another server uses this family. Failed writes do not raise:
-    they are returned, counted, and close the tier for writing until ``probe`` succeeds.
+    they are returned, counted, and close the tier for writing until ``probe`` succeeds. A directory that is there and cannot
+    be written at the start is the same: what it holds is read, and ``probe`` opens it in full when it can.
     """
 
     def __init__(
@@ -98,34 +99,59 @@ class DiskTier:
             ),
             0,
         )
+        self._lock: int | None = None
+        self._index: DiskIndex | None = None
+        self._in_full = False
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder / "lock")
-        except OSError as error:
-            raise ConfigError(f"disk_dir {str(root)!r} cannot be used: {error.strerror or error}") from None
-        if self._lock is None:
-            raise ConfigError(
-                f"disk_dir {str(root)!r} is in use by another server with the same model; give each its own directory"
-            )
-        try:
-            self._index = DiskIndex(self.folder / "index", block_bytes=block_bytes, segment_blocks=self._segment_blocks)
-            self._recover()
-        except OSError as error:
-            os.close(self._lock)
-            raise ConfigError(f"disk_dir {str(root)!r} cannot be used: {error.strerror or error}") from None
-        try:
+            self._open()
             self._round_trip()
-        except OSError as error:  # what is stored already can still be read
+        except OSError as error:
+            if not (self._in_full or (error.errno in UNWRITABLE and root.is_dir())):
+                self.close()
+                raise ConfigError(f"disk_dir {str(root)!r} cannot be used: {error.strerror or error}") from None
+            self._open_to_read()
             self._close_for_writing(error)
+
+    def _open(self) -> None:
+        """Lock, index and segments, for reading and writing. Raises ``OSError``, and ``ConfigError`` if another has them."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._take_lock(os.O_RDWR | os.O_CREAT)
+        path = self.folder / "index"
+        self._index = DiskIndex(path, block_bytes=self.block_bytes, segment_blocks=self._segment_blocks)
+        self._in_full = True
+        self._recover()
+
+    def _open_to_read(self) -> None:
+        """As far as it goes where nothing can be written: without any of it the tier is empty."""
+        with contextlib.suppress(OSError):
+            self._take_lock(os.O_RDONLY)
+            if self._index is None:
+                path, size = self.folder / "index", self.block_bytes
+                self._index = DiskIndex(path, block_bytes=size, segment_blocks=self._segment_blocks, read_only=True)
+                self._recover()
+
+    def _take_lock(self, flags: int) -> None:
+        if self._lock is None:
+            self._lock = _lock(self.folder / "lock", flags)
+            if self._lock is None:
+                raise ConfigError(
+                    f"disk_dir {str(self.root)!r} is in use by another server with the same model; "
+                    "give each its own directory"
+                )
+
+    @property
+    def _entries(self) -> dict[int, Stored]:
+        return self._index.entries if self._index is not None else {}
 
     def recovered(self) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
         """(hashes, slots) of the blocks the directory holds; each is checked when it is read."""
-        entries = self._index.entries
+        entries = self._entries
         return tuple(stored.block_hash for stored in entries.values()), tuple(entries)
 
     def write(self, slots: Slots, hashes: bytes, sums: list[int], data: Bytes) -> list[int]:
         """Store ``data`` [n, block_bytes] in ``slots``; ``sums``: ``block_sum`` of each. Returns the positions that failed."""
         everything = list(range(len(slots)))
+        assert self._index is not None, "a tier that was never opened is closed for writing"
         try:
             self._index.forget(slots.tolist())
         except OSError as error:
@@ -177,7 +203,7 @@ class DiskTier:
             if at in failed:
                 continue
             wanted = hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)]
-            stored = self._index.entries.get(int(slots[at]))
+            stored = self._entries.get(int(slots[at]))
             if stored is None or stored.block_hash != wanted:
                 # Not damage: the slot holds another block, or none, and what it holds stays.
                 self.counts["missing"] += 1
@@ -197,7 +223,8 @@ class DiskTier:
     def forget(self, slots: list[int]) -> None:
         """These slots hold nothing any more."""
         try:
-            self._index.forget(slots)
+            if self._index is not None:
+                self._index.forget(slots)
         except OSError as error:
             self.counts["index_errors"] += 1
             self._close_for_writing(error)
@@ -207,6 +234,8 @@ class DiskTier:
         if self.writable or self._clock() < self._retry_at:
             return self.writable
         try:
+            if not self._in_full:
+                self._reopen()
             self._round_trip()
         except OSError as error:
             self._backoff_s = min(2 * self._backoff_s, 60.0)
@@ -218,22 +247,36 @@ class DiskTier:
 
     def health(self) -> dict[str, Any]:
         """Counters and state."""
-        blocks = len(self._index.entries)
+        blocks = len(self._entries)
         return {"writable": self.writable, "reason": self.reason, "blocks": blocks, "slots": self.slots, **self.counts}
 
     def close(self) -> None:
         """Sync the index, close the files, release the lock."""
-        if self._lock is None:
-            return
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
-        self._index.close()
-        os.close(self._lock)
-        self._lock = None
+        if self._index is not None:
+            self._index.close()
+        if self._lock is not None:
+            os.close(self._lock)
+        self._index = self._lock = None
+
+    def _reopen(self) -> None:
+        """From reading to writing. What the index knows and the engine does not is overwritten when its slot is used."""
+        read_only = self._index
+        try:
+            self._open()
+        except ConfigError as error:  # another server was faster
+            raise OSError(errno.EBUSY, str(error)) from None
+        if read_only is not None and read_only is not self._index:
+            read_only.close()
+        for fd in self._files.values():  # they are open for reading only
+            os.close(fd)
+        self._files.clear()
 
     def _recover(self) -> None:
         """Keep what can be whole: slots within the limit and inside their file, each block in one slot only."""
+        assert self._index is not None
         sizes = {path: path.stat().st_size for path in self.folder.glob("segment-*")}
         newest: dict[bytes, int] = {}
         drop: list[int] = []
@@ -249,9 +292,10 @@ class DiskTier:
         with contextlib.suppress(OSError):  # a full disk: what is dropped here is found again at the next start
             self._index.forget(drop)
         used = {slot // self._segment_blocks for slot in self._index.entries}
-        for path in sizes:
-            if path not in {self._path(segment) for segment in used}:
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for path in sizes:
+                if path not in {self._path(segment) for segment in used}:
+                    path.unlink(missing_ok=True)
         found = len(self._index.entries)
         if found or drop or self._index.skipped:
             logger.info(
@@ -295,7 +339,8 @@ class DiskTier:
             path = self._path(segment)
             if create and not path.exists():
                 self._make_room()
-            fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+            flags = os.O_RDWR | (os.O_CREAT if create else 0) if self._in_full or create else os.O_RDONLY
+            fd = os.open(path, flags, 0o600)
             self._files[segment] = fd
             if len(self._files) > _OPEN_SEGMENTS_MAX:
                 os.close(self._files.popitem(last=False)[1])
@@ -335,9 +380,9 @@ class DiskTier:
         self._retry_at = self._clock() + self._backoff_s
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
     """The locked file, or None if somebody else holds it. The kernel releases it however the holder ends."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(path, flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

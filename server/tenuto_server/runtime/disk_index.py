@@ -33,17 +33,19 @@ class Stored(NamedTuple):
 
 class DiskIndex:
     """Opens or creates ``path``. ``block_bytes`` and ``segment_blocks`` are part of the header: under others, or if the
-    header is damaged, nothing is recovered and the file starts anew. Raises ``OSError`` if it cannot be read or created.
+    header is damaged, nothing is recovered and the file starts anew. ``read_only``: what is written down is known, nothing
+    can be added. Raises ``OSError`` if it cannot be read or created.
     """
 
-    def __init__(self, path: Path, *, block_bytes: int, segment_blocks: int) -> None:
+    def __init__(self, path: Path, *, block_bytes: int, segment_blocks: int, read_only: bool = False) -> None:
         self.path = path
         self.entries: dict[int, Stored] = {}
         self.skipped = 0
         head = _HEADER.pack(MAGIC, _VERSION, segment_blocks, block_bytes, 0, 0)[:28]
         self._header = head + struct.pack("<I", zlib.crc32(head))
         self._records = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._read_only = read_only
+        self._fd = os.open(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._length = self._load()
         except BaseException:
@@ -98,6 +100,8 @@ class DiskIndex:
         """Fill ``entries`` from the file; returns its usable length."""
         data = _read_all(self._fd)
         if data[:_SIZE] != self._header:
+            if self._read_only:
+                return 0
             os.ftruncate(self._fd, 0)
             _write_all(self._fd, self._header, 0)
             return _SIZE

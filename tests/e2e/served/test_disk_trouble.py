@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 COUNT = 16
 FILE_BYTES = 256 * 1024
@@ -49,6 +53,63 @@ def test_full_and_free_again(serve: Any, plain: Any, tools: Any, tmp_path: Path)
     server.at_rest()
     assert server.stop() == 0
     assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("stocked", [False, True])
+def test_a_directory_that_cannot_be_written_at_the_start(
+    serve: Any, plain: Any, tools: Any, tmp_path: Path, stocked: bool
+) -> None:
+    """The server starts and serves, tells what is wrong, reads what an earlier life left there, and writes when it may."""
+    folder = tmp_path / "kv"
+    cold = {n: plain.complete(prompt(n), COUNT, cache_salt=f"read-only {n}")["text"] for n in range(6)}
+    options = (*TIERS, "--disk-dir", str(folder))
+
+    def ask_all(server: Any) -> int:
+        found = 0
+        for number, text in cold.items():
+            answer = server.complete(prompt(number), COUNT, session_id=f"s{number}")
+            assert answer["text"] == text
+            found += answer["cached"].get("disk", 0)
+        return found
+
+    folder.mkdir()
+    if stocked:
+        server = serve(*options)
+        ask_all(server)
+        assert server.stop() == 0
+    with unwritable(folder):
+        server = serve(*options, bound=True)
+        found = ask_all(server)
+        assert (found > 0) == stocked
+        assert server.figure("tenuto_disk_blocks_recovered") > 0 or not stocked
+        tools.eventually(lambda: server.health()["status"] == "degraded", "the trouble to be told")
+        health = server.health()
+        assert health["detail"]["tiers"]["disk"]["writable"] is False
+        assert any("disk" in problem and "EACCES" in problem for problem in health["problems"])
+        tools.eventually(lambda: server.figure("tenuto_tier_writable", "disk") == 0, "the engine to know")
+        assert server.figure("tenuto_tier_failures", "disk") >= 1
+        assert server.figure("tenuto_executor_disk", "blocks_written") == 0
+    tools.eventually(lambda: server.health()["status"] == "ok", "the disk to be tried again", 60)
+    ask_all(server)
+    assert server.figure("tenuto_executor_disk", "blocks_written") > 0
+    assert server.figure("tenuto_corrupt_blocks") == 0
+    server.at_rest()
+    assert server.stop() == 0
+    assert "Traceback" not in server.log
+
+
+@contextlib.contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Everything below the folder, and the folder, may only be read."""
+    everything = [folder, *folder.rglob("*")]
+    before = [(path, path.stat().st_mode) for path in everything]
+    for path, mode in before:
+        path.chmod(mode & ~0o222)
+    try:
+        yield
+    finally:
+        for path, mode in before:
+            path.chmod(mode)
 
 
 def test_a_place_that_is_no_directory(serve: Any, tmp_path: Path) -> None:
