@@ -83,3 +83,13 @@ def test_a_pause_given_up_that_ends_after_all_is_no_end() -> None:
     for depth in (None, depth_of(1000)):
         assert stats.p_return("t", "human", depth=depth) == pytest.approx(plain.p_return("t", "human", depth=depth))
         assert stats.p_intact("human", depth) == plain.p_intact("human", depth)
+
+
+def test_lengths_count_by_what_was_still_wanted() -> None:
+    """As many pauses of 10 s as of 1,000 s, but of the long ones only a tenth brings the context back."""
+    stats = PauseStats()
+    for _ in range(2000):
+        stats.observe("t", "tool", None, 10.0, traits=Traits(), intact=1.0)
+        stats.observe("t", "tool", None, 1000.0, traits=Traits(), intact=0.1)
+    quantiles = stats.quantiles("t", "tool", None)[:64]
+    assert sum(q < 100.0 for q in quantiles) / 64 == pytest.approx(1.0 / 1.1, abs=0.03)

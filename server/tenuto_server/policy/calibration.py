@@ -41,6 +41,8 @@ RHYTHM_STEPS = 12
 """Pauses are told apart by the mean expected of them, in so many steps of so much either way: 0.2 and 0.4 are a fifth of the log-sd of
 tool and human pauses (KVCT: 1.26 and 2.17)."""
 _CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(mass, 1)[0]) for kind, mass in _PRIOR.items()}
+INTACT_MIN = 0.05
+"""A pause after which nothing was wanted still counts for its length a little: how long pauses last is asked too."""
 GONE_BELOW = 0.1
 """Whoever is announced to have ended and comes back less often than this is gone."""
 
@@ -104,9 +106,10 @@ class _Node:
         self.n = 0
         self.mean_s = self.ewma_s = 0.0
 
-    def add(self, length_s: float) -> None:
-        """A pause of this length was observed."""
-        self.lengths.add(length_s)
+    def add(self, length_s: float, intact: float) -> None:
+        """A pause of this length was observed, after which a share ``intact`` of the context was still wanted."""
+        # Long pauses more often end in another prompt: what is learned is when something returns that was worth keeping.
+        self.lengths.add(length_s, max(INTACT_MIN, intact))
         self.n += 1
         self.mean_s += (length_s - self.mean_s) / self.n
         self.ewma_s = length_s if self.n == 1 else 0.5 * (self.ewma_s + length_s)
@@ -243,7 +246,7 @@ class PauseStats:
                 self._paces[kind].learn(traits, log(max(length_s, 1.0)))
             self._fates.returned(kind, depth_of(traits.context_tokens), 1.0 if intact is None else intact, given_up)
         for node, cap in self._taught(tenant, kind, key, rhythm):
-            node.add(length_s)
+            node.add(length_s, 1.0 if intact is None else intact)
             if given_up:
                 node.ended = max(0.0, node.ended - 1.0)
             node.count(True, cap)

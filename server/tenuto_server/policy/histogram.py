@@ -46,8 +46,8 @@ class Histogram:
         self._next = 1.0
         self._cap = cap
 
-    def add(self, length_s: float) -> None:
-        """Counts one pause of ``length_s`` seconds."""
+    def add(self, length_s: float, share: float = 1.0) -> None:
+        """Counts one pause of ``length_s`` seconds, or a share of one."""
         centre = bin_of(length_s)
         counts = self.counts
         if _HALF <= centre < BINS - _HALF:
@@ -55,8 +55,8 @@ class Histogram:
                 counts[offset] += weight
         else:
             for offset, weight in enumerate(_KERNEL, centre - _HALF):
-                counts[min(BINS - 1, max(0, offset))] += weight
-        self.total += 1.0
+                counts[min(BINS - 1, max(0, offset))] += weight * share
+        self.total += share
         if self.total >= self._next:
             self.epoch += 1
             self._next = self.total * 1.1 + 0.5

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import erf, erfc, exp, inf, log, pi, sqrt
+from math import erf, exp, inf, log, pi, sqrt
 from typing import TypeAlias
 
 from tenuto.wire import Forecast
@@ -155,33 +155,22 @@ class Looked:
 
     def cdf(self, edges: Sequence[float]) -> list[float]:
         """P(R <= t) at each of ``edges`` (> 0 seconds, ascending)."""
-        times, mass = _points(self.quantiles)
-        scale = 1.0 / (self.sigma * _SQRT2)
-
-        def z(time: float) -> float:
-            return (log(time) - self.log_middle) * scale
-
-        # What comes before the first quantile spreads evenly over the two octaves under it.
-        starts = (0.25 * times[1], *times[1:])
-        density = [(mass[i] - mass[i - 1]) / log(times[i] / starts[i - 1]) for i in range(1, len(times))]
+        starts, density = _density(self.quantiles)
+        scale, middle = 1.0 / (self.sigma * _SQRT2), self.log_middle
+        # At most 4 sigma off, differences of erf are exact enough.
+        seen = [erf((start - middle) * scale) for start in starts]
         sums, total = [0.0], 0.0
-        for i, height in enumerate(density):
-            total += height * _between(z(starts[i]), z(starts[i + 1]))
+        for height, low, high in zip(density, seen, seen[1:], strict=False):
+            total += height * (high - low)
             sums.append(total)
-        out, i = [], 0
+        out, i, last = [], 0, len(density) - 1
         for edge in edges:
-            while i < len(density) - 1 and starts[i + 1] < edge:
+            at = log(edge)
+            while i < last and starts[i + 1] < at:
                 i += 1
-            inside = density[i] * _between(z(starts[i]), z(edge)) if edge > starts[i] else 0.0
+            inside = density[i] * (erf((at - middle) * scale) - seen[i]) if at > starts[i] else 0.0
             out.append(min(1.0, (sums[i] + inside) / total))
         return out
-
-
-def _between(low: float, high: float) -> float:
-    """Twice the normal probability between two points given in units of sqrt(2) deviations, exact far out too."""
-    if low > 0.0:
-        return erfc(low) - erfc(high)
-    return erfc(-high) - erfc(-low) if high < 0.0 else erf(high) - erf(low)
 
 
 Part: TypeAlias = LogNormal | Empirical | Looked
@@ -206,6 +195,15 @@ def _points(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[floa
         mass.append(1.0 - left)
     mass[-1] = 1.0
     return tuple(times), tuple(mass)
+
+
+@lru_cache(maxsize=1024)
+def _density(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(log seconds where cells begin and the last ends, mass per log second in each): what comes before the first quantile
+    spreads evenly over the two octaves under it."""
+    times, mass = _points(quantiles)
+    starts = (log(0.25 * times[1]), *(log(time) for time in times[1:]))
+    return starts, tuple((mass[i] - mass[i - 1]) / (starts[i] - starts[i - 1]) for i in range(1, len(times)))
 
 
 def _share_of_cell(start: float, end: float, time: float) -> float:
