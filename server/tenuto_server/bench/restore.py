@@ -40,6 +40,9 @@ _FOUND_SHARE = 0.5
 """At least so much of a prefix must come from where it should; a restore may compute the front while the rest loads."""
 
 
+_LEFT_SHARE_MAX = 0.05
+"""More of the files than that in memory, and a read from the disk has not been one."""
+
 _LOAD_PROMPT, _LOAD_TOKENS = 64, 256
 _PREFETCH_S_MAX = 30.0
 
@@ -79,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 @dataclass
 class Found:
     """Values of one length under one load: seconds by way; ``cached``: shares of the files that were still in memory where
-    they should not have been; ``other``: returns that found their blocks elsewhere."""
+    they should not have been; ``other``: returns that found their blocks elsewhere, or their files in memory."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     cached: list[float] = field(default_factory=list)
@@ -169,41 +172,58 @@ def measure_round(served: Serving, prompts: Prompts, size: int, name: str, repea
     come_back("recompute", None)
     for way, tier, move in _moves(served, name, found):
         for _ in range(repeats):
-            move()
-            come_back(way, tier)
+            if (complaint := move()) is None:
+                come_back(way, tier)
+            else:
+                found.other.append(f"{way}: {complaint}")
     endpoint.hint("agent.end", name)
 
 
-def _moves(served: Serving, name: str, found: Found) -> list[tuple[str, str, Callable[[], None]]]:
-    """(way, tier that the blocks are then found on, how they get there)."""
+def _moves(served: Serving, name: str, found: Found) -> list[tuple[str, str, Callable[[], str | None]]]:
+    """(way, tier that the blocks are then found on, how they get there: what went wrong, or None)."""
     endpoint, disk = served.endpoint, served.disk
     assert disk is not None
 
-    def to_disk() -> None:
-        endpoint.demote(name, "disk")
+    def to(tier: str) -> None:
+        endpoint.demote(name, tier)
 
-    def to_cold_disk() -> None:
-        to_disk()
-        page_cache.drop(disk)
-        left = page_cache.cached_share(disk)
+    def to_cold_disk() -> str | None:
+        to("disk")
+        left = _leave_memory(disk)
         if left is not None:
             found.cached.append(left)
+        return f"{left:.0%} of the files stayed in memory" if left is not None and left > _LEFT_SHARE_MAX else None
 
-    def prefetched() -> None:
-        to_cold_disk()
-        give_up = time.perf_counter() + _PREFETCH_S_MAX
+    def prefetched() -> str | None:
+        complaint = to_cold_disk()
+        wanted = sum(endpoint.resident(name).values()) - SLACK_TOKENS
         endpoint.hint("kv.prefetch", name)
-        before = sum(endpoint.resident(name).values())
-        while endpoint.resident(name).get("device", 0) < before - SLACK_TOKENS and time.perf_counter() < give_up:
+        give_up = time.perf_counter() + _PREFETCH_S_MAX
+        while endpoint.resident(name).get("device", 0) < wanted:
+            if time.perf_counter() > give_up:
+                return f"not prefetched within {_PREFETCH_S_MAX:.0f} s"
             time.sleep(0.01)
+        return complaint
 
     return [
         ("device", "device", lambda: None),
         ("disk", "disk", to_cold_disk),
-        ("disk-cached", "disk", to_disk),
+        ("disk-cached", "disk", lambda: to("disk")),
         ("prefetched", "device", prefetched),
-        ("host", "host", lambda: endpoint.demote(name, "host")),
+        ("host", "host", lambda: to("host")),
     ]
+
+
+def _leave_memory(folder: Path) -> float | None:
+    """Drops the files under ``folder`` from the page cache; the share that stayed. A page still being written stays once."""
+    left: float | None = None
+    for _ in range(5):
+        page_cache.drop(folder)
+        left = page_cache.cached_share(folder)
+        if left is None or left <= _LEFT_SHARE_MAX:
+            break
+        time.sleep(0.1)
+    return left
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -224,7 +244,7 @@ def _print(document: dict[str, Any]) -> None:
     console, about = Console(), document["about"]
     console.print(table)
     left = [row["left_in_page_cache"] for row in document["rows"] if row["left_in_page_cache"] is not None]
-    shown = f"at most {max(left):.1%} of the files was still in the page cache" if left else "page cache not checked"
+    shown = f"at most {max(left):.1%} of the files stayed in the page cache" if left else "page cache not checked"
     console.print(f"disk: synced, then posix_fadvise(DONTNEED); {shown}", highlight=False)
     for row in document["rows"]:
         for text in row["other"]:
