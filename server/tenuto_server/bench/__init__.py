@@ -23,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
         print("usage: tenuto bench NAME [options]\n")
         for name, (_, text) in _BENCHES.items():
             print(f"  {name:12} {text}")
-        print("\nMore scripts are in the folder bench/ of the sources; docs/benchmarks.md tells how all of them measure.")
+        print(
+            "\nMore scripts are in the folder bench/ of the sources; docs/benchmarks.md tells how all of them measure."
+        )
         return 0
     if argv[0] not in _BENCHES:
         print(f"tenuto bench: {argv[0]!r} is none of {', '.join(_BENCHES)}", file=sys.stderr)

@@ -39,7 +39,14 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
 
 BODIES: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
     # name: path, body, status, param, code, words of the message
-    "unknown model": (CHAT, {"model": "no-such-model", "messages": HI}, 404, "model", "model_not_found", "no-such-model"),
+    "unknown model": (
+        CHAT,
+        {"model": "no-such-model", "messages": HI},
+        404,
+        "model",
+        "model_not_found",
+        "no-such-model",
+    ),
     "no model": (CHAT, {"messages": HI}, 400, "model", "missing_required_parameter", "model"),
     "no messages": (CHAT, {"model": "toy"}, 400, "messages", "missing_required_parameter", "messages"),
     "wrong type": (
