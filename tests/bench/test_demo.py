@@ -57,21 +57,24 @@ def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     recorded = {(row["session"], row["turn"]): row for row in report["recording"]["rows"]}
     sizes = report["sizes"]
     for arm in report["arms"]:
-        rows = {(row["session"], row["turn"]): row for row in arm["rows"]}
+        (played,) = arm["passes"]
+        command = played["command"]
+        rows = {(row["session"], row["turn"]): row for row in played["rows"]}
         assert rows.keys() == recorded.keys()
         for key, row in rows.items():
             assert row["prompt_tokens"] == recorded[key]["prompt_tokens"]
             assert row["ttft_s"] > 0.0
         # The server's own count of prefill agrees with what the turns show, unless a turn was preempted or warmed.
         assert arm["summary"]["prefilled_tokens"] >= sum(
-            row["prompt_tokens"] - sum(row["cached"].values()) for row in arm["rows"]
+            row["prompt_tokens"] - sum(row["cached"].values()) for row in played["rows"]
         )
-        assert arm["command"][arm["command"].index("--device-bytes") + 1] == str(sizes["device_bytes"])
-        assert arm["command"][arm["command"].index("--host-bandwidth") + 1] == str(sizes["host_bandwidth"])
-        assert not Path(arm["command"][arm["command"].index("--disk-dir") + 1]).exists()
+        assert command[command.index("--device-bytes") + 1] == str(sizes["device_bytes"])
+        assert command[command.index("--host-bandwidth") + 1] == str(sizes["host_bandwidth"])
+        assert not Path(command[command.index("--disk-dir") + 1]).exists()
     lru, tenuto = report["arms"]
-    assert lru["hints_sent"]["sent"] + lru["hints_sent"]["carried"] == 0
-    assert tenuto["hints_sent"]["receipts"].get("accepted", 0) > 0
+    hints = {arm["name"]: arm["passes"][0]["hints_sent"] for arm in report["arms"]}
+    assert hints["lru"]["sent"] + hints["lru"]["carried"] == 0
+    assert hints["tenuto"]["receipts"].get("accepted", 0) > 0
     assert tenuto["summary"]["counters"]["leases_granted"] > 0
     table = markdown(report)
     assert "| | lru | tenuto |" in table
@@ -79,3 +82,28 @@ def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "`tenuto / lru`: ttft_p50" in table
     journal = (tmp_path / "kept" / "tenuto" / "journal.jsonl").read_text().splitlines()
     assert {"retention", "admit", "turn_end"} <= {json.loads(line)["kind"] for line in journal}
+
+    arguments = ["--model", "toy", "--replay", str(tmp_path / "kept"), "--repeat", "2", "--arms", "lru,tenuto"]
+    assert main([*arguments, "--no-unthrottled", "--report", str(report_path)]) == 0
+    assert "pass 2 of 2" in capsys.readouterr().out
+    again = json.loads(report_path.read_text())
+    assert again["recording"] == report["recording"]
+    assert again["sizes"] == sizes
+    assert again["workload"] == report["workload"]
+    turns = len(report["recording"]["rows"])
+    for arm in again["arms"]:
+        assert [len(one["rows"]) for one in arm["passes"]] == [turns, turns]
+        assert arm["summary"]["turns"] == 2 * turns
+    low, high = again["ranges"]["tenuto / lru"]["prefilled_tokens"]
+    assert low <= again["ratios"]["tenuto / lru"]["prefilled_tokens"] <= high
+    assert "2 passes of every arm" in markdown(again)
+
+
+def test_what_is_not_a_kept_recording_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = ["--report", str(tmp_path / "report.json")]
+    assert main(["--replay", str(tmp_path), *report]) == 1
+    assert "recorded.json" in capsys.readouterr().err
+    (tmp_path / "recorded.json").write_text('{"recorded": {"rows": 3}, "settings": {}}')
+    assert main(["--replay", str(tmp_path), *report]) == 1
+    assert "recorded.json is not of a kept recording" in capsys.readouterr().err
+    assert main(["--repeat", "0", *report]) == 2

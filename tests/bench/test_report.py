@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tenuto_server.bench.report import TurnRow, percentile, ratios, summarise
+from tenuto_server.bench.report import Summary, TurnRow, percentile, pool, ranges, ratios, summarise
 from tenuto_server.bench.report_table import arms_table, ratio_lines, turn_line
 
 
@@ -77,6 +79,40 @@ def test_ratios_say_what_an_arm_needs_of_another() -> None:
     assert found["amplification"] == pytest.approx((1550 / 100) / (3100 / 1550))
     nothing = summarise([], {"prefill_tokens": 0.0}, 1.0)
     assert ratios(base, nothing)["prefilled_tokens"] is None
+
+
+def test_passes_are_pooled() -> None:
+    """Percentiles are of all turns together, counts of the mean pass."""
+    slow, fast = [replace(r, ttft_s=2.0) for r in ROWS], [replace(r, ttft_s=1.0) for r in ROWS[:3]]
+    passes = [
+        (rows, summarise(rows, {"prefill_tokens": tokens, "leases_granted": 4.0}, wall_s))
+        for rows, tokens, wall_s in ((slow, 3000.0, 50.0), (fast, 1000.0, 40.0))
+    ]
+    pooled = pool(passes)
+    paused = [r for r in [*slow, *fast] if r.pause_s is not None]
+    assert pooled.ttft_p50_s == percentile([r.ttft_s for r in paused], 0.5)
+    assert pooled.turns == len(slow) + len(fast)
+    assert pooled.prefilled_tokens == 2000
+    assert pooled.counters["leases_granted"] == 4.0
+    assert pooled.wall_s == 45.0
+    new = sum(r.new_tokens for r in [*slow, *fast])
+    assert pooled.amplification == pytest.approx(4000 / new)
+    assert pooled.new_tokens == round(new / 2)
+    assert pool(passes[:1]) == passes[0][1]
+    with pytest.raises(ValueError, match="no passes"):
+        pool([])
+
+
+def test_ranges_are_over_passes_taken_in_turn() -> None:
+    def of(tokens: float) -> Summary:
+        return summarise(ROWS, {"prefill_tokens": tokens}, 1.0)
+
+    assert ranges([of(100.0), of(300.0)], [of(200.0), of(400.0)])["prefilled_tokens"] == (0.5, 0.75)
+    assert "prefilled_tokens" not in ranges([of(100.0)], [of(0.0)])
+    arms = {"tenuto": of(200.0), "lru": of(300.0)}
+    passes = {"tenuto": [of(100.0), of(300.0)], "lru": [of(200.0), of(400.0)]}
+    (line,) = ratio_lines(arms, "tenuto", ("lru",), passes)
+    assert "prefilled_tokens 0.67 (0.50 to 0.75)" in line
 
 
 def test_the_table_shows_every_arm() -> None:

@@ -25,9 +25,17 @@ from tenuto_server.bench.workload import WorkloadSettings, describe, make_plan
 
 if TYPE_CHECKING:
     from tenuto_server.bench.demo_arms import Arm, ArmResult, Recorded, Sizes
+    from tenuto_server.bench.report import Summary
 
 ARMS = "lru,tenuto:none,tenuto"
 UNLIMITED_ARMS = ("lru@unlimited", "tenuto@unlimited")
+COMPARED = (
+    ("tenuto", "lru"),
+    ("tenuto", "tenuto:none"),
+    ("tenuto@unlimited", "lru@unlimited"),
+    ("tenuto@unlimited", "tenuto:none@unlimited"),
+)
+RECORDING, RECORDED = "recording.jsonl", "recorded.json"
 QUICK = WorkloadSettings(agents=4, tasks=1, turns=(2, 4), brief_chars=500, human_max_s=2.0, arrival_s=0.3)
 
 
@@ -46,12 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not args.no_unthrottled and not args.quick:
         arms += [arm for arm in map(parse_arm, UNLIMITED_ARMS) if any(arm.policy == other.policy for other in arms)]
+    if args.repeat < 1:
+        print("tenuto demo: --repeat must be 1 or more", file=sys.stderr)
+        return 2
     settings = dataclasses.replace(QUICK if args.quick else WorkloadSettings(), seed=args.seed)
     settings = dataclasses.replace(settings, **{k: v for k, v in _sizes(args).items() if v is not None})
     try:
         args.report.parent.mkdir(parents=True, exist_ok=True)
         args.report.open("a").close()  # minutes of work should not end in a file that cannot be written
-        with _folder(args.keep) as folder:
+        with _folder(args) as folder:
             _Demo(args, settings, folder).run(arms)
     except BaseExceptionGroup as group:
         # Agents run side by side: what failed first is what there is to say.
@@ -77,7 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--arms", default=ARMS, help=f"policies to compare, NAME@unlimited without rate limits (default: {ARMS})")
     add("--no-unthrottled", action="store_true", help="leave out the runs without rate limits")
     add("--report", type=Path, default=Path("demo-report.json"), help="where the report goes")
-    add("--keep", type=Path, metavar="DIR", help="keep recording, logs and journals there")
+    add("--repeat", type=int, default=1, metavar="N", help="passes of every arm, in turn and back (default: 1)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--keep", type=Path, metavar="DIR", help="keep recording, logs and journals there")
+    where.add_argument("--replay", type=Path, metavar="DIR", help="replay the recording that --keep DIR left there")
     add("--agents", type=int, help="agents at work side by side (default: 12)")
     add("--compression", type=float, help="human pauses are divided by it (default: 10)")
     for tier, share in (("device", 0.35), ("host", 0.4), ("disk", 0.15)):
@@ -91,13 +105,15 @@ def _sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        for name in ("work", "recording.jsonl"):  # of an earlier run
-            path = keep / name
+def _folder(args: argparse.Namespace) -> Iterator[Path]:
+    if args.replay is not None:
+        yield args.replay
+    elif args.keep is not None:
+        for name in ("work", RECORDING, RECORDED):  # of an earlier run
+            path = args.keep / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
+        args.keep.mkdir(parents=True, exist_ok=True)
+        yield args.keep
     else:
         with tempfile.TemporaryDirectory(prefix="tenuto-demo-") as name:
             yield Path(name)
@@ -122,29 +138,48 @@ class _Demo:
         """Record, size, replay, report."""
         from tenuto_server.bench import demo_arms
         from tenuto_server.bench.demo_recording import load_recording, longest_context, mean_live_tokens
-        from tenuto_server.bench.demo_tools import WorkFolder
 
         began = time.monotonic()
-        say = self._console.print
-        say(f"[bold]Tenuto demonstration[/bold]: {describe(self._settings)}", highlight=False)
+        recorded = self._record() if self._args.replay is None else self._read()
+        recording = load_recording(self._folder / RECORDING)
+        fractions = (self._args.device_fraction, self._args.host_fraction, self._args.disk_fraction)
+        live = mean_live_tokens(recording, recorded.new_tokens)
+        sizes = demo_arms.size_tiers(recorded, live, longest_context(recording), fractions)
+        self._console.print(_sizes_text(sizes, recorded), highlight=False)
+        results: dict[str, list[ArmResult]] = {arm.name: [] for arm in arms}
+        for n in range(self._args.repeat):
+            # In turn and back: what the machine does meanwhile should not always meet the same arm.
+            for arm in arms if n % 2 == 0 else arms[::-1]:
+                title = arm.name if self._args.repeat == 1 else f"{arm.name}, pass {n + 1} of {self._args.repeat}"
+                with self._progress(title, demo_arms.played(arm, recording).turns) as on_row:
+                    results[arm.name].append(
+                        demo_arms.replay(arm, self._model_flags, self._folder, recording, recorded, sizes, on_row)
+                    )
+        self._show(results, recorded)
+        self._write(results, recorded, sizes, time.monotonic() - began)
+
+    def _record(self) -> Recorded:
+        from tenuto_server.bench import demo_arms
+        from tenuto_server.bench.demo_tools import WorkFolder
+
+        self._console.print(f"[bold]Tenuto demonstration[/bold]: {describe(self._settings)}", highlight=False)
         work = WorkFolder(self._folder / "work", self._settings.output_chars)
         plans = make_plan(self._settings, work.sources(slow=not self._args.quick))
         turns = sum(len(session.steps) + 1 for plan in plans for session in plan.sessions)
         with self._progress("recording", turns) as on_row:
             recorded = demo_arms.record(self._model_flags, self._folder, work, plans, self._settings, on_row)
-        recording = load_recording(self._folder / "recording.jsonl")
-        fractions = (self._args.device_fraction, self._args.host_fraction, self._args.disk_fraction)
-        live = mean_live_tokens(recording, recorded.new_tokens)
-        sizes = demo_arms.size_tiers(recorded, live, longest_context(recording), fractions)
-        say(_sizes_text(sizes, recorded), highlight=False)
-        results = []
-        for arm in arms:
-            with self._progress(arm.name, demo_arms.played(arm, recording).turns) as on_row:
-                results.append(
-                    demo_arms.replay(arm, self._model_flags, self._folder, recording, recorded, sizes, on_row)
-                )
-        self._show(results, recorded)
-        self._write(results, recorded, sizes, time.monotonic() - began)
+        recorded.save(self._folder / RECORDED, self._settings)
+        return recorded
+
+    def _read(self) -> Recorded:
+        from tenuto_server.bench.demo_arms import Recorded
+
+        recorded, self._settings = Recorded.load(self._folder / RECORDED)
+        self._console.print(
+            f"[bold]Tenuto demonstration[/bold], of a recording made before: {describe(self._settings)}",
+            highlight=False,
+        )
+        return recorded
 
     @contextmanager
     def _progress(self, name: str, turns: int) -> Iterator[Any]:
@@ -163,21 +198,22 @@ class _Demo:
 
             yield on_row
 
-    def _show(self, results: list[ArmResult], recorded: Recorded) -> None:
+    def _show(self, results: dict[str, list[ArmResult]], recorded: Recorded) -> None:
         from tenuto_server.bench.report_table import arms_table, ratio_lines
 
         say = self._console.print
         say()
+        passes = {name: [one.summary for one in of_arm] for name, of_arm in results.items()}
         for limited, title in (
             (True, "Tiers rate-limited to the ratios of a GPU machine"),
             (False, "Without rate limits (on a CPU, host memory is next to free), each agent's first session only"),
         ):
-            arms = {result.arm.name: result.summary for result in results if result.arm.limited == limited}
+            arms = {name: _pooled(of_arm) for name, of_arm in results.items() if of_arm[0].arm.limited == limited}
             if arms:
                 say(arms_table(arms, title))
                 subject = "tenuto" if limited else "tenuto@unlimited"
-                bases = ("lru", "tenuto:none") if limited else ("lru@unlimited",)
-                for line in ratio_lines(arms, subject, bases):
+                bases = ("lru", "tenuto:none") if limited else ("lru@unlimited", "tenuto:none@unlimited")
+                for line in ratio_lines(arms, subject, bases, passes):
                     say(f"  {line}", highlight=False)
         say(
             f"Genuinely new tokens: {sum(recorded.new_tokens.values()):,}. An answer may differ from the recorded one where "
@@ -185,10 +221,15 @@ class _Demo:
             highlight=False,
         )
 
-    def _write(self, results: list[ArmResult], recorded: Recorded, sizes: Sizes, took_s: float) -> None:
-        from tenuto_server.bench.report import ratios
+    def _write(self, results: dict[str, list[ArmResult]], recorded: Recorded, sizes: Sizes, took_s: float) -> None:
+        from tenuto_server.bench.report import ranges, ratios
 
-        summaries = {result.arm.name: result.summary for result in results}
+        summaries = {name: _pooled(of_arm) for name, of_arm in results.items()}
+        pairs = {
+            f"{subject} / {base}": (subject, base)
+            for subject, base in COMPARED
+            if subject in summaries and base in summaries
+        }
         report = {
             "what": "tenuto demo",
             "about": about(),
@@ -196,31 +237,44 @@ class _Demo:
             "workload": dataclasses.asdict(self._settings),
             "sizes": dataclasses.asdict(sizes),
             "took_s": round(took_s, 1),
+            "passes": self._args.repeat,
             "recording": {"wall_s": recorded.wall_s, "rows": [dataclasses.asdict(row) for row in recorded.rows]},
-            "ratios": {
-                f"{subject} / {base}": ratios(summaries[subject], summaries[base])
-                for subject, base in (
-                    ("tenuto", "lru"),
-                    ("tenuto", "tenuto:none"),
-                    ("tenuto@unlimited", "lru@unlimited"),
-                )
-                if subject in summaries and base in summaries
+            "ratios": {name: ratios(summaries[a], summaries[b]) for name, (a, b) in pairs.items()},
+            "ranges": {
+                name: ranges([one.summary for one in results[a]], [one.summary for one in results[b]])
+                for name, (a, b) in pairs.items()
             },
             "arms": [
                 {
-                    **dataclasses.asdict(result.arm),
-                    "summary": dataclasses.asdict(result.summary),
-                    "hints_sent": result.hints,
-                    "command": list(result.command[1:]),
-                    "rows": [dataclasses.asdict(row) for row in result.rows],
+                    **dataclasses.asdict(of_arm[0].arm),
+                    "summary": dataclasses.asdict(summaries[name]),
+                    "passes": [_pass(one) for one in of_arm],
                 }
-                for result in results
+                for name, of_arm in results.items()
             ],
         }
         self._args.report.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         self._console.print(f"Report: {self._args.report.resolve()} ({took_s:.0f} s in all)", highlight=False)
         if self._args.keep is not None:
-            self._console.print(f"Recording, journals and logs: {self._folder.resolve()}", highlight=False)
+            self._console.print(
+                f"Recording, journals and logs: {self._folder.resolve()} (again: tenuto demo --replay {self._args.keep})",
+                highlight=False,
+            )
+
+
+def _pooled(passes: list[ArmResult]) -> Summary:
+    from tenuto_server.bench.report import pool
+
+    return pool([(one.rows, one.summary) for one in passes])
+
+
+def _pass(result: ArmResult) -> dict[str, Any]:
+    return {
+        "summary": dataclasses.asdict(result.summary),
+        "hints_sent": result.hints,
+        "command": list(result.command[1:]),
+        "rows": [dataclasses.asdict(row) for row in result.rows],
+    }
 
 
 def _sizes_text(sizes: Sizes, recorded: Recorded) -> str:

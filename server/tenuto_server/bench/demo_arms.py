@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -84,10 +85,29 @@ class Recorded:
     prefill_tokens_per_s: float
     wall_s: float
 
+    def save(self, path: Path, settings: WorkloadSettings) -> None:
+        """Writes what a later replay of the same recording needs."""
+        kept = asdict(self) | {"new_tokens": [[*key, tokens] for key, tokens in self.new_tokens.items()]}
+        path.write_text(json.dumps({"recorded": kept, "settings": asdict(settings)}), "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Recorded, WorkloadSettings]:
+        """Raises ``TraceError`` for a file that ``save`` did not write, ``OSError`` when it cannot be read."""
+        text = path.read_text("utf-8")
+        try:
+            read = json.loads(text)
+            kept, settings = read["recorded"], read["settings"]
+            kept["rows"] = tuple(TurnRow(**row) for row in kept["rows"])
+            kept["new_tokens"] = {(session, turn): tokens for session, turn, tokens in kept["new_tokens"]}
+            settings["turns"] = tuple(settings["turns"])
+            return cls(**kept), WorkloadSettings(**settings)
+        except (ValueError, KeyError, TypeError) as error:
+            raise tenuto.TraceError(f"{path} is not of a kept recording: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """What an arm did."""
+    """What an arm did in one pass."""
 
     arm: Arm
     summary: Summary

@@ -6,7 +6,7 @@ A percentile is interpolated linearly between order statistics (position (n - 1)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 CLASSES = ("tool", "human", "subagent", "post-compaction")
 """What a turn came after, for the hit rates: a tool, a person, a subagent (the parent's return and the children's first
@@ -123,6 +123,28 @@ def summarise(rows: Sequence[TurnRow], counters: Mapping[str, float], wall_s: fl
     )
 
 
+def pool(passes: Sequence[tuple[Sequence[TurnRow], Summary]]) -> Summary:
+    """Several passes of one arm as one: percentiles and hit rates over all their turns, counts for the mean pass.
+
+    ``differing_answers`` and ``turns`` stay sums. Raises ``ValueError`` for none.
+    """
+    if not passes:
+        raise ValueError("no passes to pool")
+    n = len(passes)
+    summaries = [summary for _, summary in passes]
+    counters = {name: sum(each.counters.get(name, 0.0) for each in summaries) / n for name in summaries[0].counters}
+    wall_s = sum(summary.wall_s for summary in summaries) / n
+    whole = summarise([row for rows, _ in passes for row in rows], counters, wall_s)
+    return replace(
+        whole,
+        new_tokens=round(whole.new_tokens / n),
+        amplification=whole.prefilled_tokens * n / whole.new_tokens if whole.new_tokens else 0.0,
+        cached={tier: round(tokens / n) for tier, tokens in whole.cached.items()},
+        misses={label: round(tokens / n) for label, tokens in whole.misses.items()},
+        restored_tokens=round(whole.restored_tokens / n),
+    )
+
+
 def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
     for count in counts:
@@ -144,3 +166,13 @@ def ratios(arm: Summary, base: Summary) -> dict[str, float | None]:
         "prefilled_tokens": ratio(arm.prefilled_tokens, base.prefilled_tokens),
         "amplification": ratio(arm.amplification, base.amplification),
     }
+
+
+def ranges(arm: Sequence[Summary], base: Sequence[Summary]) -> dict[str, tuple[float, float]]:
+    """Lowest and highest of ``ratios`` over the passes of an arm and of its base, taken in turn; what has a base of 0 is left out."""
+    found: dict[str, list[float]] = {}
+    for one, other in zip(arm, base, strict=True):
+        for name, value in ratios(one, other).items():
+            if value is not None:
+                found.setdefault(name, []).append(value)
+    return {name: (min(values), max(values)) for name, values in found.items() if len(values) == len(arm)}

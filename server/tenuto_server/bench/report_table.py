@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from tenuto_server.bench.report import CLASSES, Summary, TurnRow, ratios
+from tenuto_server.bench.report import CLASSES, Summary, TurnRow, ranges, ratios
 
 
 def turn_line(row: TurnRow) -> str:
@@ -76,19 +76,26 @@ def _pair(arm: Summary, first: str, second: str) -> str:
     return f"{arm.counters.get(first, 0):.0f} / {arm.counters.get(second, 0):.0f}"
 
 
-def ratio_lines(arms: Mapping[str, Summary], subject: str, bases: tuple[str, ...]) -> list[str]:
-    """``subject`` against each base that ran: what it needs as a share of what the base needs."""
+def ratio_lines(
+    arms: Mapping[str, Summary],
+    subject: str,
+    bases: tuple[str, ...],
+    passes: Mapping[str, Sequence[Summary]] | None = None,
+) -> list[str]:
+    """``subject`` against each base that ran: what it needs as a share of what the base needs, and, over several
+    ``passes`` of each, the lowest and highest share of a pass."""
     lines = []
     for base in bases:
         if subject in arms and base in arms:
-            found = ratios(arms[subject], arms[base])
-            lines.append(f"{subject} / {base}: {_ratios(found)}")
+            spread = ranges(passes[subject], passes[base]) if passes and len(passes[subject]) > 1 else {}
+            lines.append(f"{subject} / {base}: {_ratios(ratios(arms[subject], arms[base]), spread)}")
     return lines
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The tables of a report (``demo-report.json``, read) for a document. Raises ``KeyError`` for another file."""
     about, sizes, workload = report["about"], report["sizes"], report["workload"]
+    ranges_of = report["ranges"]
     lines = []
     for limited in (True, False):
         arms = {arm["name"]: Summary(**arm["summary"]) for arm in report["arms"] if arm["limited"] == limited}
@@ -101,7 +108,12 @@ def markdown(report: Mapping[str, Any]) -> str:
             lines[-1] += f"{sizes['disk_bandwidth'] / 1e6:.0f} MB/s (disk), the ratios of a GPU machine."
         else:
             lines += ["", "Without rate limits, each agent's first session only."]
-    lines += ["", *(f"`{name}`: {_ratios(found)}  " for name, found in report["ratios"].items())]
+    lines += ["", *(f"`{name}`: {_ratios(found, ranges_of.get(name))}  " for name, found in report["ratios"].items())]
+    if report["passes"] > 1:
+        lines += [
+            "",
+            f"{report['passes']} passes of every arm, in turn; in brackets the lowest and highest ratio of a pass.",
+        ]
     commit = (about["commit"] or "unknown")[:12]
     lines.append("")
     lines.append(
@@ -112,8 +124,13 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _ratios(found: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {value:.2f}" for name, value in found.items() if value is not None)
+def _ratios(found: Mapping[str, float | None], spread: Mapping[str, Sequence[float]] | None = None) -> str:
+    parts = []
+    for name, value in found.items():
+        if value is not None:
+            low_high = (spread or {}).get(name)
+            parts.append(f"{name} {value:.2f}" + (f" ({low_high[0]:.2f} to {low_high[1]:.2f})" if low_high else ""))
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":
