@@ -10,10 +10,12 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Literal, Protocol, cast, get_args
 
 import torch
 
+from tenuto_kernels.quant import QuantizedWeight
 from tenuto_kernels.rows import AttentionRows
 
 Backend = Literal["cpu", "interpret", "gpu"]
@@ -45,6 +47,34 @@ class Kernels(Protocol):
     def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor) -> None: ...
 
     def scatter_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, src: torch.Tensor) -> None: ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def rope_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        slots: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def sample_tokens(self, logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor: ...
+
+    def quant_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, *, invariant: bool = False
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`x @ weight.T + bias` as a function of x [T, I], with the weight packed once, in the way this backend reads it."""
+        ...
 
 
 @functools.cache
@@ -96,9 +126,9 @@ def native_bf16() -> bool:
     return any(check is not None and check() for check in checks)
 
 
-def kernels_for(pool: torch.Tensor) -> Kernels:
-    """The implementation for a pool: host pools of a GPU process are handled by the torch definitions."""
+def kernels_for(tensor: torch.Tensor) -> Kernels:
+    """The implementation for a tensor's device: host tensors of a GPU process are left to the torch definitions."""
     name = backend()
-    if name == "gpu" and pool.device.type != "cuda":
+    if name == "gpu" and tensor.device.type != "cuda":
         name = "cpu"
     return load(name)

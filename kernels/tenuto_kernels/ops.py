@@ -1,7 +1,7 @@
 """The kernels' entry points: check shapes and dtypes, then hand over to the backend. Owns no state.
 
-Letters in shapes: T tokens of the batch, R rows, L layers, Hq and Hkv query and KV heads, D head dimension, N blocks. A
-pool is `[blocks, L, 2, Hkv, block_size, D]` (see `layout`). All checks raise ValueError and name the argument.
+Letters in shapes: T tokens of the batch, R rows, L layers, Hq and Hkv query and KV heads, D head dimension, N blocks, F the
+inner width of the feed-forward part, V the vocabulary. A pool is `[blocks, L, 2, Hkv, block_size, D]` (see `layout`). All checks raise ValueError and name the argument.
 """
 
 import torch
@@ -10,7 +10,19 @@ from tenuto_kernels.dispatch import kernels_for
 from tenuto_kernels.layout import POOL_DTYPES
 from tenuto_kernels.rows import AttentionRows
 
-__all__ = ["AttentionRows", "copy_blocks", "gather_blocks", "paged_attention", "scatter_blocks", "store_kv"]
+__all__ = [
+    "AttentionRows",
+    "add_rms_norm",
+    "copy_blocks",
+    "gather_blocks",
+    "paged_attention",
+    "rms_norm",
+    "rope_store",
+    "sample_tokens",
+    "scatter_blocks",
+    "silu_mul",
+    "store_kv",
+]
 
 
 def store_kv(pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
@@ -104,6 +116,83 @@ def scatter_blocks(pool: torch.Tensor, blocks: torch.Tensor, src: torch.Tensor) 
     _check_blocks("scatter_blocks", "blocks", blocks)
     _check_staging("scatter_blocks", "src", pool, blocks, src)
     kernels_for(pool).scatter_blocks(pool, blocks, src)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019), in x's dtype.
+
+    `x`: `[T, ..., width]`, where only the stride between tokens is free; `weight`: fp32 `[width]`.
+    """
+    _check_norm("rms_norm", x, weight)
+    return kernels_for(x).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + delta`, rounded to x's dtype, and the `rms_norm` of that: a residual's end and the next part's beginning."""
+    _check_norm("add_rms_norm", x, weight)
+    if delta.shape != x.shape or delta.dtype != x.dtype:
+        raise ValueError(
+            f"add_rms_norm: delta must be {x.dtype} {list(x.shape)}, got {delta.dtype} {list(delta.shape)}"
+        )
+    return kernels_for(x).add_rms_norm(x, delta, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` for `[T, 2F]` holding gate, then up; returns `[T, F]` (Shazeer 2020, SwiGLU)."""
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"silu_mul: gate_up must be [T, 2F], got {list(gate_up.shape)}")
+    return kernels_for(gate_up).silu_mul(gate_up)
+
+
+def rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate q `[T, Hq, D]` and k `[T, Hkv, D]`, dimension i with i + D/2 by the token's angle (Su et al. 2021), write k
+    and v into `layer` of the pool and return the rotated q. q and k may be overwritten.
+
+    `cos`, `sin`: fp32 `[T, D/2]`; `slots`: int64 `[T]`, slot = block * block_size + offset, no slot twice. The Triton
+    kernel skips negative slots (padding of a captured graph).
+    """
+    _check_pool(pool, layer)
+    shape = (len(slots), pool.shape[3], pool.shape[5])
+    if k.shape != shape or v.shape != shape or q.shape[::2] != shape[::2]:
+        raise ValueError(f"rope_store: k and v must be {list(shape)}, got q {q.shape}, k {k.shape}, v {v.shape}")
+    if cos.shape != (shape[0], shape[2] // 2) or sin.shape != cos.shape or cos.dtype != torch.float32:
+        raise ValueError(
+            f"rope_store: cos and sin must be fp32 [T, {shape[2] // 2}], got {cos.dtype} {list(cos.shape)}"
+        )
+    return kernels_for(pool).rope_store(q, k, v, cos, sin, pool, layer, slots)
+
+
+def sample_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """One token for each row of `logits` (fp32 `[R, V]`, not changed): int64 `[R]` on their device.
+
+    `settings`: fp64 `[4, R]` in host memory: temperature (0: the largest logit, else divides them), top_k (0: all; ties
+    with the k-th stay), top_p over what is left (the smallest set of most likely tokens whose mass reaches it, with ties
+    of the last) and a uniform in [0, 1). The token is the first at which the cumulative weight exceeds that share of the
+    total. -1 for a row with a NaN or without a finite maximum.
+    """
+    if logits.dim() != 2 or logits.dtype != torch.float32:
+        raise ValueError(f"sample_tokens: logits must be fp32 [R, V], got {logits.dtype} {list(logits.shape)}")
+    if settings.shape != (4, len(logits)) or settings.dtype != torch.float64 or settings.device.type != "cpu":
+        raise ValueError(f"sample_tokens: settings must be fp64 [4, {len(logits)}] on the host, got {settings.shape}")
+    return kernels_for(logits).sample_tokens(logits, settings)
+
+
+def _check_norm(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.dim() < 2 or weight.shape != x.shape[-1:] or weight.dtype != torch.float32:
+        raise ValueError(
+            f"{op}: weight must be fp32 [{x.shape[-1]}] for x {list(x.shape)}, got {weight.dtype} {list(weight.shape)}"
+        )
 
 
 def _check_pool(pool: torch.Tensor, layer: int) -> None:

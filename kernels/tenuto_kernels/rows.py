@@ -21,6 +21,7 @@ class AttentionRows:
       positions `context_len - q_len ... context_len - 1` and attend causally.
     - `block_tables`: int32 `[R, max_blocks]`, the pool block of every block of the prefix, padded with 0, on the
       pool's device.
+    - `device_context`: see `decoding`; None where `context_len` are the lengths.
 
     Raises ValueError where these contradict one another.
     """
@@ -28,6 +29,7 @@ class AttentionRows:
     query_start: tuple[int, ...]
     context_len: tuple[int, ...]
     block_tables: torch.Tensor
+    device_context: torch.Tensor | None = None
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +45,13 @@ class AttentionRows:
             length = self.query_start[row + 1] - self.query_start[row]
             if length < 1 or length > self.context_len[row]:
                 raise ValueError(f"row {row}: {length} query tokens do not fit a context of {self.context_len[row]}")
+
+    @classmethod
+    def decoding(cls, block_tables: torch.Tensor, device_context: torch.Tensor, longest: int) -> "AttentionRows":
+        """Rows of one query each whose lengths, int32 [R], the Triton kernels read from the device when they run, so that a
+        captured graph serves whatever is there. None may exceed `longest`; 0 is padding, whose result means nothing."""
+        count = len(block_tables)
+        return cls(tuple(range(count + 1)), (longest,) * count, block_tables, device_context)
 
     @property
     def num_rows(self) -> int:

@@ -21,6 +21,8 @@ warnings.simplefilter("error")
 from tenuto_kernels.testing import check_op
 for op, cases, longest in (
     ("store_kv", 6, 40), ("copy_blocks", 6, 40), ("gather_blocks", 6, 40), ("scatter_blocks", 6, 40),
+    ("rms_norm", 6, 60), ("add_rms_norm", 3, 60), ("silu_mul", 4, 60), ("rope_store", 6, 60),
+    ("quant_linear", 8, 60), ("sample_tokens", 8, 60),
     ("paged_attention", 10, 60), ("paged_attention_invariant", 4, 60),
 ):
     print(op, len(check_op(op, "interpret", cases=cases, longest=longest)))
@@ -98,14 +100,15 @@ def test_interpreter_after_the_compiler_is_refused() -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_two_architectures_without_spills() -> None:
-    """One model of each head dimension, an odd group among them; the fp32 variant that is the largest."""
+    """One model of each head dimension, an odd group among them; the variants that are the largest."""
     only = "(prefill|decode) (bf16 D64 G3|bf16 D128 G7|fp32 D128 G7)|decode.*window|combine|store|copy"
+    only += "|W8 bf16 M(16|128)|W4 (bf16 M128|fp32 M16)|add norm.*|rope store D128 G8|swiglu|sample|add parts"
     done = _python("-m", "tenuto_kernels.gpu.aot", "--json", "--only", only)
     assert done.returncode == 0, done.stderr
     costs = json.loads(done.stdout)
     print(done.stdout)
     assert {cost["architecture"] for cost in costs} == {80, 90}
-    assert len(costs) == 20
+    assert len(costs) == 38
     for cost in costs:
         assert 0 < cost["registers"] <= 255, cost
         assert cost["shared_bytes"] <= 99 * 1024, f"does not fit every device of the generation: {cost}"

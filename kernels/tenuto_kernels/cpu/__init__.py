@@ -2,6 +2,20 @@
 
 from tenuto_kernels.cpu.attention import paged_attention
 from tenuto_kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
+from tenuto_kernels.cpu.rowwise import add_rms_norm, quant_linear, rms_norm, rope_store, silu_mul
+from tenuto_kernels.cpu.sampling import sample_tokens
 from tenuto_kernels.cpu.store import store_kv
 
-__all__ = ["copy_blocks", "gather_blocks", "paged_attention", "scatter_blocks", "store_kv"]
+__all__ = [
+    "add_rms_norm",
+    "copy_blocks",
+    "gather_blocks",
+    "paged_attention",
+    "quant_linear",
+    "rms_norm",
+    "rope_store",
+    "sample_tokens",
+    "scatter_blocks",
+    "silu_mul",
+    "store_kv",
+]

@@ -20,9 +20,13 @@ from triton.compiler import ASTSource
 
 from tenuto_kernels.gpu.blocks import WORDS, move_kernel
 from tenuto_kernels.gpu.decode import combine_kernel, decode_config, decode_kernel
+from tenuto_kernels.gpu.matmul import add_parts_kernel, matmul_config, matmul_kernel
 from tenuto_kernels.gpu.prefill import prefill_config, prefill_kernel
+from tenuto_kernels.gpu.rowwise import COLUMNS, norm_warps, rms_norm_kernel, rope_store_kernel, silu_mul_kernel
+from tenuto_kernels.gpu.sampling import BLOCK, sample_kernel
 from tenuto_kernels.gpu.shared import power_of_two
 from tenuto_kernels.gpu.store import store_kernel
+from tenuto_kernels.quant import GROUP
 
 ARCHITECTURES = (80, 90)
 
@@ -37,8 +41,22 @@ _POINTERS = {
     "context": "*i32",
     "tile_row": "*i32",
     "tile_first": "*i32",
+    "part": "*fp32",
+    "lse": "*fp32",
+    "slots": "*i64",
+    "weight": "*fp32",
+    "bias": "*fp32",
+    "cos": "*fp32",
+    "sin": "*fp32",
+    "scale": "*fp16",
+    "minimum": "*fp16",
+    "logits": "*fp32",
+    "settings": "*fp64",
 }
-_SCALARS = {"scale_log2": "fp32", "window": "i32", "stride_table": "i32", "stride_q": "i32", "words": "i32"}
+_INTS = ("window", "stride_table", "stride_q", "words", "rows", "outputs", "width", "vocab", "count")
+_SCALARS = {"scale_log2": "fp32", "eps": "fp32", **dict.fromkeys(_INTS, "i32")}
+#: Arguments that are multiples of 16 in every model, which the just-in-time compiler notices and makes use of.
+_MULTIPLES = ("stride", "layer", "outputs", "width")
 
 
 @dataclass(frozen=True)
@@ -71,23 +89,50 @@ def variants() -> Iterator[Variant]:
             yield _attention("decode", group, heads, dim, dtype)
     yield _attention("prefill", 4, 8, 128, "bf16", windowed=True)
     yield _attention("decode", 4, 8, 128, "bf16", windowed=True)
-    dtypes = {"part": "*fp32", "lse": "*fp32", "out": "*bf16"}
-    constants = {"HQ": 32, "D": 128, "DP": 128, "SPLITS": 8}
-    yield Variant("combine", combine_kernel, _signature(combine_kernel, dtypes, constants), constants, {})
-    dtypes = {"pool": "*bf16", "k": "*bf16", "v": "*bf16", "slots": "*i64"}
-    constants = {"HKV": 8, "D": 128, "BS": BLOCK_SIZE, "BLOCK": 1024}
-    yield Variant("store", store_kernel, _signature(store_kernel, dtypes, constants), constants, {})
+    yield _variant("combine", combine_kernel, {"out": "*bf16"}, {"HQ": 32, "D": 128, "DP": 128, "SPLITS": 8})
+    dtypes = {"pool": "*bf16", "k": "*bf16", "v": "*bf16"}
+    yield _variant("store", store_kernel, dtypes, {"HKV": 8, "D": 128, "BS": BLOCK_SIZE, "BLOCK": 1024})
     dtypes = {"src": "*i32", "dst": "*i32", "src_index": "*i64", "dst_index": "*i64"}
     for name, source, target in (("gather", True, False), ("scatter", False, True), ("copy", True, True)):
-        constants = {"SRC_INDEXED": source, "DST_INDEXED": target, "WORDS": WORDS}
-        yield Variant(name, move_kernel, _signature(move_kernel, dtypes, constants), constants, {})
+        constants: dict[str, Any] = {"SRC_INDEXED": source, "DST_INDEXED": target, "WORDS": WORDS}
+        yield _variant(name, move_kernel, dtypes, constants)
+    yield from _rowwise()
+    for bits in (8, 4):
+        for rows in (16, 64, 128):
+            yield _matmul(bits, rows, "bf16")
+        yield _matmul(bits, 16, "fp32")
+    yield _variant("add parts", add_parts_kernel, {"out": "*bf16"}, {"BIAS": True, "SPLITS": 8, "BLOCK": 1024})
+    yield _variant("sample", sample_kernel, {"out": "*i64"}, {"BLOCK": BLOCK}, {"num_warps": 16})
+
+
+def _rowwise() -> Iterator[Variant]:
+    row = {"x": "*bf16", "delta": "*bf16", "sum": "*bf16", "out": "*bf16"}
+    for name, width, add in (("add norm 4096", 4096, True), ("norm 128", 128, False)):
+        constants: dict[str, Any] = {"WIDTH": width, "BLOCK": power_of_two(width), "ADD": add}
+        yield _variant(name, rms_norm_kernel, row, constants, {"num_warps": norm_warps(width)})
+    yield _variant("swiglu", silu_mul_kernel, {"gate_up": "*bf16", "out": "*bf16"}, {"BLOCK": COLUMNS})
+    projected = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "pool": "*bf16"}
+    for group, heads, dim in MODELS:
+        constants = {"HQ": group * heads, "HKV": heads, "D": dim, "BS": BLOCK_SIZE, "PAIRS": power_of_two(dim // 2)}
+        constants |= {"HQP": power_of_two(group * heads), "HKVP": power_of_two(heads)}
+        yield _variant(f"rope store D{dim} G{group}", rope_store_kernel, projected, constants)
+
+
+def _matmul(bits: int, rows: int, dtype: str) -> Variant:
+    """A square product of 4096 on a device of 132 processors."""
+    tiles = matmul_config(rows, 4096, 4096, bits, 132)
+    constants = {"GROUPS": 4096 // GROUP, "BITS": bits, "BIAS": False, "FP32": dtype == "fp32", "SPLITS": tiles.splits}
+    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    dtypes = {"x": f"*{dtype}", "out": f"*{dtype}", "codes": "*i8" if bits == 8 else "*u8"}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return _variant(f"W{bits} {dtype} M{tiles.block_m}", matmul_kernel, dtypes, constants, options)
 
 
 def compile_variant(variant: Variant, architecture: int) -> Cost:
     """Compile for one architecture (80, 90) with the compiler and assembler that come with Triton."""
     names = list(variant.signature)
     # What the just-in-time compiler learns from the arguments: 16-byte aligned pointers and strides.
-    aligned = [n for n, kind in variant.signature.items() if kind.startswith("*") or n.startswith(("stride", "layer"))]
+    aligned = [n for n, kind in variant.signature.items() if kind.startswith("*") or n.startswith(_MULTIPLES)]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(variant.kernel, variant.signature, variant.constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=variant.options)
@@ -109,22 +154,25 @@ def _attention(kind: str, group: int, heads: int, dim: int, dtype: str, windowed
         rows = decode_config(dim, group, fp32)
         constants |= {"BLOCK_G": rows.block_g, "BLOCK_N": rows.block_n, "SPLITS": 8}
         options = {"num_warps": rows.num_warps, "num_stages": rows.num_stages}
-    dtypes = {"q": f"*{dtype}", "pool": f"*{dtype}", "out": f"*{dtype}", "part": "*fp32", "lse": "*fp32"}
+    dtypes = {"q": f"*{dtype}", "pool": f"*{dtype}", "out": f"*{dtype}"}
     name = f"{kind} {dtype} D{dim} G{group}{' window' if windowed else ''}"
-    return Variant(name, kernel, _signature(kernel, dtypes, constants), constants, options)
+    return _variant(name, kernel, dtypes, constants, options)
 
 
-def _signature(kernel: Any, dtypes: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
+def _variant(
+    name: str, kernel: Any, dtypes: dict[str, str], constants: dict[str, Any], options: dict[str, int] | None = None
+) -> Variant:
+    """`dtypes`: the pointers whose element type varies, by name without `_ptr`."""
     types: dict[str, str] = {}
-    for name in kernel.arg_names:
-        short = name.removesuffix("_ptr")
-        if name in constants:
-            types[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            types[name] = dtypes.get(short) or _POINTERS[short]
+    for argument in kernel.arg_names:
+        if argument in constants:
+            types[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            short = argument.removesuffix("_ptr")
+            types[argument] = dtypes.get(short) or _POINTERS[short]
         else:
-            types[name] = _SCALARS.get(name, "i64")
-    return types
+            types[argument] = _SCALARS.get(argument, "i64")
+    return Variant(name, kernel, types, constants, options or {})
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -87,6 +87,8 @@ def _decode(
 def _plan(rows: AttentionRows, queries: int, invariant: bool) -> _Plan:
     """Tiles of `queries` consecutive positions; on absolute boundaries where the result must not depend on the cut, and
     then for decode rows as well, since the two kernels round differently."""
+    if rows.device_context is not None:
+        return _decoding_plan(rows, rows.device_context)
     tiles: list[tuple[int, int]] = []
     singles: list[int] = []
     for row, context in enumerate(rows.context_len):
@@ -106,6 +108,14 @@ def _plan(rows: AttentionRows, queries: int, invariant: bool) -> _Plan:
     start, context_len, tile_row, tile_first, decode_row = torch.split(packed, [len(part) for part in lists])
     longest = max((rows.context_len[row] for row in singles), default=0)
     return _Plan(start, context_len, tile_row, tile_first, decode_row, rows.block_tables.contiguous(), longest)
+
+
+def _decoding_plan(rows: AttentionRows, context: torch.Tensor) -> _Plan:
+    """All rows decode, and how long they are is known on the device alone: nothing is copied from the host."""
+    start = torch.arange(rows.num_rows + 1, dtype=torch.int32, device=context.device)
+    none = start[:0]
+    longest = max(rows.context_len, default=0)
+    return _Plan(start, context, none, none, start[:-1], rows.block_tables.contiguous(), longest)
 
 
 @functools.cache

@@ -134,7 +134,10 @@ def combine_kernel(
     dim = tl.arange(0, DP)
     inside = (dim < D)[None, :]
     lse = tl.load(lse_ptr + base + split)
-    weight = tl.exp2(lse - tl.max(lse, 0))
+    peak = tl.max(lse, 0)
+    # A row of length 0 (padding) has empty parts alone: zeros then, rather than numbers that are none.
+    weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
+    total = tl.sum(weight, 0)
     parts = tl.load(part_ptr + (base + split)[:, None] * D + dim[None, :], mask=inside, other=0.0)
-    result = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+    result = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (token * HQ + head) * D + dim, result.to(out_ptr.dtype.element_ty), mask=dim < D)

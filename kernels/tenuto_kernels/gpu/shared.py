@@ -85,6 +85,18 @@ def fold_keys(
 
 #: Whether the kernels of this process run in Triton's interpreter, on CPU tensors.
 INTERPRETED: bool = not isinstance(fold_keys, triton.runtime.JITFunction)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def narrow(value, dtype: tl.constexpr):
+    """fp32 to `dtype`, to nearest even. The interpreter cuts bits off where the hardware's conversion to bf16 rounds."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        value = (bits & -65536).to(tl.float32, bitcast=True)
+    return value.to(dtype)
+
 
 LOG2_E = 1.4426950408889634
 
