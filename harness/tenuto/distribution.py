@@ -18,45 +18,69 @@ SKETCH_WEIGHT_MAX = 512.0
 # many over sqrt(n) more. Named tools have favourite lengths, people have none. Without it, a few pauses make a comb of spikes
 # (0.15 to 0.35 nats a pause worse on KVCT).
 KERNEL_NAMED, KERNEL_WIDE = (1.0, 5.0), (2.0, 8.0)
+# The spread follows the number of pauses in steps of this factor: in between, one more pause is only added.
+KERNEL_KEPT = 1.1
 _LOG_MIN = math.log(GRID_MIN_S)
 
 
 class LogSketch:
     """A histogram of log-durations.
 
-    ``wide``: of pauses that have no favourite length. Bounded in size; above ``SKETCH_WEIGHT_MAX`` observations all weights halve, so that the recent past counts more.
+    ``wide``: of pauses that have no favourite length. Bounded in size; above ``SKETCH_WEIGHT_MAX`` observations all weights
+    halve, so that the recent past counts more.
     """
 
-    __slots__ = ("_kernel", "_smooth", "bins", "weight")
+    __slots__ = ("_kernel", "_shares", "_smooth", "_until", "bins", "weight")
 
     def __init__(self, bins: Mapping[int, float] | None = None, *, wide: bool = False) -> None:
         self._kernel = KERNEL_WIDE if wide else KERNEL_NAMED
         self.bins: dict[int, float] = dict(bins or {})
         self.weight = math.fsum(self.bins.values())
         self._smooth: list[float] | None = None
+        self._shares: list[float] = []
+        self._until = 0.0
 
     def add(self, duration_s: float) -> None:
         """Adds one duration, clipped to the grid."""
-        index = bin_of(duration_s)
-        self._smooth = None
+        self.add_bin(bin_of(duration_s))
+
+    def add_bin(self, index: int) -> None:
+        """Adds one duration of that bin."""
         self.bins[index] = self.bins.get(index, 0.0) + 1.0
         self.weight += 1.0
         if self.weight > SKETCH_WEIGHT_MAX:
             self.bins = {i: w / 2 for i, w in self.bins.items() if w >= 0.1}
             self.weight = math.fsum(self.bins.values())
+            self._smooth = None
+        elif self.weight > self._until:
+            self._smooth = None
+        elif self._smooth is not None:
+            self._spread(index, 1.0)
 
     def smooth(self) -> list[float]:
         """Weight by bin, each pause spread over the bins around it. Not to be changed."""
         if self._smooth is None:
             self._smooth = [0.0] * GRID_BINS
+            self._until = KERNEL_KEPT * self.weight
             width = self._kernel[0] + self._kernel[1] / math.sqrt(max(1.0, self.weight))
             half = int(width)
             kernel = [width - abs(k) for k in range(-half, half + 1)]
             scale = 1.0 / math.fsum(kernel)
+            self._shares = [share * scale for share in kernel]
             for index, weight in self.bins.items():
-                for at, share in enumerate(kernel, index - half):
-                    self._smooth[min(GRID_BINS - 1, max(0, at))] += weight * share * scale
+                self._spread(index, weight)
         return self._smooth
+
+    def _spread(self, index: int, weight: float) -> None:
+        smooth, shares = self._smooth, self._shares
+        assert smooth is not None
+        first = index - len(shares) // 2
+        if first >= 0 and first + len(shares) <= GRID_BINS:
+            for at, share in enumerate(shares, first):
+                smooth[at] += weight * share
+        else:
+            for at, share in enumerate(shares, first):
+                smooth[min(GRID_BINS - 1, max(0, at))] += weight * share
 
 
 class PauseDistribution:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ from tenuto.distribution import (
     SKETCH_WEIGHT_MAX,
     LogSketch,
     PauseDistribution,
+    bin_of,
     posterior,
     prior_masses,
 )
@@ -72,7 +73,12 @@ class PauseForecast:
 
     def as_dict(self) -> dict[str, float]:
         """The fields as they go on the wire."""
-        return asdict(self)
+        return {
+            "p50_s": self.p50_s,
+            "p90_s": self.p90_s,
+            "p_return": self.p_return,
+            "confidence": self.confidence,
+        }
 
 
 class PauseForecaster:
@@ -101,6 +107,7 @@ class PauseForecaster:
         self._paces: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._pending: list[tuple[tuple[str, ...], float | None]] = []
         self._secret = secrets.token_hex(16)
+        self._known_paths: dict[PauseKey, tuple[str, ...]] = {}
         stored = _read(self.path) if self.path is not None else None
         if stored is not None:
             self._adopt(stored)
@@ -149,9 +156,11 @@ class PauseForecaster:
             self._learn(taught, duration_s)
             self._remember((taught, duration_s))
             if session is not None:
-                own = self._own.setdefault((session, _own_path(paths)), _sketch(paths[-1]))
-                self._own.move_to_end((session, _own_path(paths)))
-                own.add(duration_s)
+                at = session, _own_path(paths)
+                if at not in self._own:
+                    self._own[at] = _sketch(paths[-1])
+                self._own.move_to_end(at)
+                self._own[at].add(duration_s)
                 before = self._paces.pop((session, key.kind), None)
                 length = math.log(max(duration_s, 1.0))
                 centre = _centre(key.kind) if before is None else before
@@ -209,9 +218,14 @@ class PauseForecaster:
             counts[:] = [counts[0] / 2, counts[1] / 2]
         if duration_s is None:
             return
+        index = bin_of(duration_s)
         for path in reversed(paths):  # coarse levels last, so that they are the most recently used
-            self._sketches.setdefault(path, _sketch(path)).add(duration_s)
-            self._sketches.move_to_end(path)
+            sketch = self._sketches.get(path)
+            if sketch is None:
+                sketch = self._sketches[path] = _sketch(path)
+            else:
+                self._sketches.move_to_end(path)
+            sketch.add_bin(index)
         while len(self._sketches) > self.keys_max:
             self._sketches.popitem(last=False)
 
@@ -271,6 +285,14 @@ class PauseForecaster:
         return levels
 
     def _paths(self, key: PauseKey) -> tuple[str, ...]:
+        if (known := self._known_paths.get(key)) is not None:
+            return known
+        if len(self._known_paths) >= _SESSION_KEYS_MAX:
+            self._known_paths.clear()
+        paths = self._known_paths[key] = self._new_paths(key)
+        return paths
+
+    def _new_paths(self, key: PauseKey) -> tuple[str, ...]:
         parts = [key.kind]
         if key.tool is not None:
             parts += [tool_class(key.tool), key.tool]
@@ -291,6 +313,7 @@ class PauseForecaster:
 
     def _adopt(self, stored: _Stored) -> None:
         self._secret, self._sketches, self._returns = stored
+        self._known_paths.clear()
         while len(self._sketches) > self.keys_max:
             self._sketches.popitem(last=False)
 

@@ -27,14 +27,16 @@ SHORT_PAUSE_S = 0.25
 SHORT_PAUSE_DEFER_S = 0.5
 # A longer prompt is not sent ahead: hints are small, and the next turn brings it anyway.
 WARM_CHARS_MAX = 128 * 1024
+_KINDS = frozenset(get_args(PauseKind))
 
 
 class Pause:
     """A gap in a session, from entry to exit.
 
-    ``key``: what it is filed under. ``forecast``: what is expected of it (remaining seconds at the time it was made).
-    ``duration_s``: its length once it is over. Leaving by an exception counts as an end like any other, except for
-    cancellation and interrupts, which say nothing about the tool.
+    ``key``: what it is filed under. ``forecast``: what is expected of it (remaining seconds at the time it was made, which
+    is when it is first needed: where hints are turned off, only if somebody asks). ``duration_s``: its length once it is
+    over. Leaving by an exception counts as an end like any other, except for cancellation and interrupts, which say nothing
+    about the tool.
     """
 
     def __init__(
@@ -47,15 +49,23 @@ class Pause:
         args: Mapping[str, Any] | None,
         forecast: PauseForecast | float | None,
     ) -> None:
-        self.kind: str = kind if kind in get_args(PauseKind) else "unknown"
+        self.kind: str = kind if kind in _KINDS else "unknown"
         self.key: PauseKey = PauseKey.of(self.kind, name, command=command, arguments=args)
-        self.forecast = self._forecast(session, forecast)
         self.duration_s: float | None = None
         self.output: str | None = None
         self._session = session
+        self._given = forecast
+        self._forecast: PauseForecast | None = None
         self._started_s = 0.0
         self._hints: list[Hint] = []
         self._span: Any = None
+
+    @property
+    def forecast(self) -> PauseForecast:
+        """What is expected of the pause."""
+        if self._forecast is None:
+            self._forecast = self._expect(self._given)
+        return self._forecast
 
     @property
     def elapsed_s(self) -> float:
@@ -72,7 +82,7 @@ class Pause:
         update = self._from_progress(fraction, eta_s)
         if update is None and fraction is None:
             return
-        self.forecast = update or self.forecast
+        self._forecast = update or self._forecast
         self._withdraw(AgentPauseUpdate)
         self._send(
             AgentPauseUpdate,
@@ -102,6 +112,8 @@ class Pause:
         self._span = session.services.telemetry.start(
             "tool", self.key.tool or self.kind, {"conversation": session.id, "tool_name": self.key.tool}, session.span
         )
+        if session.services.sender is None:
+            return self  # nobody hears of it
         expected = self.forecast
         if others:
             # Tools that run side by side make one pause, which lasts as long as the longest of them.
@@ -130,21 +142,25 @@ class Pause:
         with contextlib.suppress(ValueError):
             session.open_pauses.remove(self)
         self._withdraw(AgentPause, AgentPauseUpdate)  # news of a pause that is over is no news
+        services = session.services
+        # What was expected before this pause taught anything, where anybody is told of it.
+        told = services.recorder is not None or services.telemetry.recording(self._span)
+        expected = self.forecast if told else None
         if learn and returned:
             session.learn_pause(lambda f: f.observe(self.key, duration, session=session.id))
         elif learn:
             session.learn_pause(lambda f: f.observe_no_return(self.kind))
-        session.services.telemetry.pause(self._span, self.kind, self.forecast.p50_s, duration)
-        if session.services.recorder is not None:
-            session.services.recorder.pause(
+        services.telemetry.pause(self._span, self.kind, None if expected is None else expected.p50_s, duration)
+        if services.recorder is not None and expected is not None:
+            services.recorder.pause(
                 session.id,
                 self._started_s,
                 kind=self.kind,
                 duration_s=round(duration, 6),
                 tool=self.key.tool,
                 program=self.key.program,
-                p50_s=round(self.forecast.p50_s, 6),
-                p90_s=round(self.forecast.p90_s, 6),
+                p50_s=round(expected.p50_s, 6),
+                p90_s=round(expected.p90_s, 6),
                 returned=returned,
                 output=self.output,
             )
@@ -166,9 +182,10 @@ class Pause:
                 sender.cancel(hint)
         self._hints = [h for h in self._hints if not isinstance(h.action, kinds)]
 
-    def _forecast(self, session: SessionCore, given: PauseForecast | float | None) -> PauseForecast:
+    def _expect(self, given: PauseForecast | float | None) -> PauseForecast:
         if isinstance(given, PauseForecast):
             return given
+        session = self._session
         learned = session.services.forecaster.predict(self.key, session=session.id)
         if given is not None and math.isfinite(given) and given >= 0:
             spread = learned.p90_s / max(learned.p50_s, 1e-3)

@@ -24,6 +24,9 @@ _PREPARING = frozenset({"cd", "pushd", "export", "set", "source", ".", "unset", 
 # Words that run the command behind them; their own options and bare numbers (``timeout -k 5 60``) are skipped.
 _WRAPPING = frozenset({"sudo", "env", "time", "nohup", "nice", "exec", "command", "timeout", "xvfb-run"})
 _WRAPPER_WORD = re.compile(r"-.*|\d+(\.\d+)?[smhd]?")
+# Where nothing is quoted or escaped, shell words are these: runs of operators, and what lies between them and spaces.
+_QUOTING = re.compile(r"[\"'\\]")
+_PLAIN_WORD = re.compile(r"[();<>|&]+|[^ \t\r\n();<>|&]+")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
 # Programs whose first argument is part of what runs.
 _RUNNERS = {("uv", "run"), ("poetry", "run"), ("pdm", "run"), ("hatch", "run"), ("pipx", "run"), ("bundle", "exec")}
@@ -114,6 +117,8 @@ def _words(command: str | Sequence[str]) -> list[str]:
             return _words(words[2])
         return words
     text = command[:_COMMAND_CHARS_MAX].replace("\n", " ; ")
+    if not _QUOTING.search(text):
+        return _PLAIN_WORD.findall(text)  # what shlex gives, in a twentieth of the time
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = ""

@@ -126,7 +126,13 @@ class Telemetry:
                 if tokens:
                     self._tokens.add(tokens, {NAMES["tier"]: tier})
 
-    def pause(self, span: Any, kind: str, predicted_s: float, actual_s: float) -> None:
+    def recording(self, span: Any) -> bool:
+        """Whether anybody will see what a span is told."""
+        with contextlib.suppress(Exception):
+            return span is not None and bool(span.is_recording())
+        return False
+
+    def pause(self, span: Any, kind: str, predicted_s: float | None, actual_s: float) -> None:
         """Ends a pause span and records its length."""
         if self._tracer is None:
             return

@@ -13,6 +13,7 @@ import pytest
 
 import tenuto
 from tenuto.fake_server import FakeServer
+from tenuto.forecast import PauseForecast, PauseForecaster
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -164,6 +165,35 @@ def test_disabled_turns_hints_off(twin: Any, server: FakeServer, monkeypatch: py
     assert twin.run(scenario, server.url) == 0
     assert server.hints.seen == []
     assert [r.path for r in server.requests] == ["/v1/chat/completions"]
+
+
+class _Oracle(PauseForecaster):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def predict(self, *args: Any, **named: Any) -> PauseForecast:
+        self.asked += 1
+        return super().predict(*args, **named)
+
+
+def test_disabled_pauses_teach_and_predict_only_when_asked(
+    twin: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENUTO_DISABLED", "1")
+    forecaster = _Oracle()
+
+    async def scenario(tn: Any) -> None:
+        async with twin.enter(tn.session(model="m")) as s:
+            for given in (None, 30.0):
+                async with twin.enter(s.pause("tool", command="make", forecast=given)):
+                    pass
+            assert forecaster.asked == 0
+            assert s.pause("tool", command="make", forecast=30.0).forecast.p50_s == 30.0
+
+    twin.run(scenario, server.url, forecaster=forecaster)
+    assert forecaster.asked == 1
+    assert forecaster.predict(tenuto.PauseKey.of("tool", command="make")).confidence > 0.0
 
 
 def test_retries_then_succeeds(twin: Any, server: FakeServer) -> None:

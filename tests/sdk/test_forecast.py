@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.distribution import GRID_BINS, GRID_MIN_S, PauseDistribution
+from tenuto.distribution import GRID_BINS, GRID_MIN_S, LogSketch, PauseDistribution
 from tenuto.forecast import PauseForecaster, history_path
 from tenuto.pause_key import PauseKey
 from tenuto.priors import tool_class
@@ -320,3 +320,15 @@ def test_history_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_tool_classes(tool: str, expected: str) -> None:
     assert tool_class(tool) == expected
+
+
+@given(st.lists(st.floats(0.001, 1e7), min_size=1, max_size=120), st.booleans())
+def test_a_sketch_spreads_pauses_one_by_one_as_it_does_all_at_once(durations: list[float], wide: bool) -> None:
+    sketch = LogSketch(wide=wide)
+    for duration_s in durations:
+        sketch.add(duration_s)
+        grown = sketch.smooth()
+        assert sum(grown) == pytest.approx(sketch.weight)
+    anew = LogSketch(sketch.bins, wide=wide).smooth()
+    # The width of the spread follows the number of pauses in steps of a tenth.
+    assert sum(abs(a - b) for a, b in zip(grown, anew, strict=True)) <= 0.1 * sketch.weight

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.pause_key import PauseKey, split_command
+from tenuto.pause_key import PauseKey, _words, split_command
 
 
 @pytest.mark.parametrize(
@@ -64,3 +66,10 @@ def test_never_raises_and_stays_short(command: str | list[str]) -> None:
     key = PauseKey.of("tool", "bash", command=command)
     assert len(key.program or "") <= 64
     assert len(key.argument or "") <= 64
+
+
+@given(st.text(alphabet="ab -./=~*?&|;()<>\t$#%é", max_size=40))
+def test_unquoted_commands_are_split_as_a_shell_would(text: str) -> None:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    assert _words(text) == list(lexer)
