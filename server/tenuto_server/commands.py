@@ -26,6 +26,8 @@ from tenuto_server.options import config_from, secret_of, serve_parser
 
 if TYPE_CHECKING:
     from tenuto_server.api.service import Service
+    from tenuto_server.engine.engine import Engine
+    from tenuto_server.learned import LearnedFile
     from tenuto_server.model.load import LoadedModel
     from tenuto_server.runtime.disk import DiskTier
     from tenuto_server.runtime.executor import TorchExecutor
@@ -116,12 +118,16 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
         limit = config.recorder_bytes_max
         recorder = TrafficRecorder(engine, config.recorder_path, model=model.name, bytes_max=limit)
         say(f"  recorder {recorder.path}")
-    loop = EngineLoop(recorder or engine, executor, inbox_max=config.inbox_max)
+    learned = _learned(engine, executor, secret, say)
+    rest = learned.tend if learned is not None else (lambda: None)
+    loop = EngineLoop(recorder or engine, executor, inbox_max=config.inbox_max, at_rest=rest)
     if executor.disk is not None:
         loop.post(executor.recovered())
     say(f"  policy   {policy.name}; context {engine_config.max_context_tokens} tokens")
 
     def close() -> None:
+        if learned is not None and not loop.healthy:
+            learned.close()  # before the directory is given up
         executor.close()
         for record in (recorder, journal):
             if record is not None:
@@ -132,6 +138,20 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
         model.tokenizer, model.config.vocab_size, model.config.eos_ids, service.shown_ids
     )
     return service
+
+
+def _learned(engine: Engine, executor: TorchExecutor, secret: bytes, say: Say) -> LearnedFile | None:
+    """What pauses have taught before, if there is a disk directory to keep it in."""
+    from tenuto_server.learned import LearnedFile, alias_of
+    from tenuto_server.policy.learned import Learned
+
+    if executor.disk is None:
+        return None
+    engine.core.learned = Learned(engine.core.knowledge, alias_of(secret))
+    file = LearnedFile(executor.disk.folder / "learned.json", engine.core.learned)
+    if file.load():
+        say("  pauses   what earlier runs have learned of them is known")
+    return file
 
 
 def _precision(config: ServerConfig, model: LoadedModel) -> str:

@@ -16,6 +16,7 @@ from tenuto_server.engine.plan import Output
 from tenuto_server.engine.session import Session, SessionTable
 from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.decision import Policy
+from tenuto_server.policy.learned import Learned
 from tenuto_server.policy.safeguard import Safeguard
 from tenuto_server.policy.views import CostView, ExtentView, SystemView, TierView
 
@@ -38,6 +39,7 @@ class Core:
         self.cache = CacheManager(config.cache, self._priority, self._below, self._label)
         self.sessions = SessionTable(config.sessions_per_tenant_max)
         self.knowledge = PauseStats()
+        self.learned: Learned | None = None
         self.costs = Costs(config)
         kept = _KEPT_SHARE if self.cache.tiers.tiered else 1.0
         self.safeguard = Safeguard(int(kept * config.cache.device_blocks) * config.cache.block_tokens)
@@ -69,6 +71,8 @@ class Core:
 
     def open_session(self, tenant: str, name: str | None, root: bytes) -> Session | None:
         """The session of that name, new if need be; None when the tenant is at its limit with all of them at work."""
+        if self.learned is not None:
+            self.learned.heard(tenant)
         opened = self.sessions.open(tenant, name, root)
         if opened is None:
             return None

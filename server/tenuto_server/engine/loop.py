@@ -83,6 +83,7 @@ class EngineLoop:
 
     ``inbox_max``: turns (and, counted apart, requests) that may wait for the engine; beyond it ``InboxFull``. Outputs are
     handed to their ``deliver`` on the engine thread, so a ``deliver`` must only pass them on. The executor is not closed.
+    ``at_rest`` is called on the engine thread whenever there is nothing to compute and nothing to take in; it must be quick.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class EngineLoop:
         *,
         inbox_max: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        at_rest: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._executor = executor
         self._inbox_max = inbox_max
         self._clock_ns = clock_ns
+        self._at_rest = at_rest
         self._wake = threading.Condition()
         self._inbox: deque[Event] = deque()
         self._turns_waiting = 0
@@ -222,6 +225,8 @@ class EngineLoop:
         """The next step's events; waits for one, or for ``wake_ns``, unless a forward just ended. None: stop."""
         if done is None and (not self._inbox or self._stale()):
             self._publish()
+        if done is None and not self._inbox:
+            self._at_rest()
         with self._wake:
             while not (self._inbox or self._stopping or done is not None):
                 wait_s = None if wake_ns is None else (wake_ns - self._clock_ns()) / 1e9

@@ -6,6 +6,7 @@ The cold answers come from another server, which has no disk and is asked each p
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,25 @@ def test_damage_between_lives(serve: Any, cold: Any, tmp_path: Path) -> None:
     server.at_rest()
     assert server.stop() == 0
     assert "Traceback" not in server.log
+
+
+def test_what_pauses_taught_survives_and_damage_to_it_does_not_matter(serve: Any, tmp_path: Path) -> None:
+    options = (*TIERS, "--disk-dir", str(tmp_path / "kv"))
+
+    def live(*, known: bool) -> int:
+        """One life with two pauses of a session; how many its file tells of."""
+        server = serve(*options)
+        assert ("what earlier runs have learned" in server.log) is known
+        for turn in range(3):
+            server.complete(prompt(0)[: 100 + 50 * turn], 4, session_id="s")
+        assert server.stop() == 0, server.log
+        (file,) = (tmp_path / "kv").glob("*/learned.json")
+        kinds = json.loads(file.read_bytes().splitlines()[1])["kinds"]
+        return sum(kind["n"] for kind in kinds.values())
+
+    assert [live(known=False), live(known=True)] == [2, 4]
+    (file,) = (tmp_path / "kv").glob("*/learned.json")
+    file.write_bytes(file.read_bytes()[:-100])
+    server = serve(*options)
+    assert "learned.json is ignored, pauses are learned anew: it is damaged" in server.log
+    assert server.health()["status"] == "ok"
