@@ -34,6 +34,7 @@ PYTHON_AGENTS = {"mini": ("mini-swe-agent==2.4.6", "bin/mini"), "aider": ("aider
 NATIVE = {
     "claude": "@anthropic-ai/claude-code-linux-x64/claude",
     "codex": ".bin/codex",
+    "gemini": "@google/gemini-cli/bundle/gemini.js",
     "opencode": "opencode-linux-x64/bin/opencode",
     "qwen": ".bin/qwen",
 }
@@ -161,7 +162,19 @@ def run_agent(
         name: value
         for name, value in os.environ.items()
         if not name.startswith(
-            ("ANTHROPIC", "CLAUDE", "OPENAI", "CODEX", "QWEN", "OPENCODE", "AIDER", "MSWEA", "TENUTO")
+            (
+                "ANTHROPIC",
+                "CLAUDE",
+                "OPENAI",
+                "CODEX",
+                "QWEN",
+                "OPENCODE",
+                "AIDER",
+                "MSWEA",
+                "TENUTO",
+                "GEMINI",
+                "GOOGLE",
+            )
         )
     }
     places = {f"XDG_{kind}_HOME": str(home / f".{kind.lower()}") for kind in ("CONFIG", "DATA", "CACHE", "STATE")}
