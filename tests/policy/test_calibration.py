@@ -6,7 +6,7 @@ import random
 from bisect import bisect_right
 from itertools import pairwise
 from math import exp, log
-from statistics import median
+from statistics import mean, median, pstdev
 
 import pytest
 
@@ -239,6 +239,25 @@ def test_histogram_bins() -> None:
     for length in (1e-9, 3.0, 1e12):
         histogram.add(length)
     assert sum(histogram.counts) == pytest.approx(3.0)
+
+
+def test_a_share_of_a_pause_counts_as_a_share_wherever_it_falls() -> None:
+    histogram, rnd, shares = Histogram(cap=1e9), random.Random(6), 0.0
+    for _ in range(500):
+        share = rnd.random()
+        histogram.add(exp(rnd.uniform(-8.0, 18.0)), share)
+        shares += share
+    assert histogram.total == pytest.approx(shares)
+    assert sum(histogram.counts) == pytest.approx(shares)
+    assert max(sum(histogram.counts[:3]), sum(histogram.counts[-3:])) < 0.2 * shares
+
+
+def test_the_scale_of_a_kind_is_that_of_all_its_pauses_whatever_they_brought_back() -> None:
+    stats, rnd = PauseStats(), random.Random(7)
+    logs = [rnd.gauss(5.0, 2.0) for _ in range(3000)]
+    for at in logs:
+        stats.observe("t", "human", None, exp(at), intact=1.0 if at < 5.0 else 0.1)
+    assert stats.scale("t", "human") == pytest.approx((mean(logs), pstdev(logs)), rel=0.03)
 
 
 def test_learned_median_is_the_sample_median() -> None:

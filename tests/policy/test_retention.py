@@ -71,6 +71,16 @@ def test_a_forecast_counts_from_when_it_was_given(system: SystemView) -> None:
     assert TENUTO.retention(pause, KNOWN, system).rate > 2 * TENUTO.retention(early, KNOWN, system).rate
 
 
+@pytest.mark.parametrize("elapsed_s", [250.0, 1000.0, 3000.0])
+def test_what_outlasts_its_forecast_is_worth_what_it_would_be_without(elapsed_s: float, system: SystemView) -> None:
+    """However often a client was right: four sigma and more past its forecast, the forecast was a miss."""
+    known = replace(KNOWN, trusts=(1.0, 0.0, 1.0), scales=(5.2, 1.9))
+    late = paused("human", elapsed_s, forecast=Forecast(p50_s=60.0, p90_s=90.0))
+    assert TENUTO.retention(late, known, system).rate == pytest.approx(
+        NONE.retention(late, known, system).rate, rel=0.3
+    )
+
+
 def test_a_lower_chance_of_return_lowers_the_index(system: SystemView) -> None:
     rates = [
         TENUTO.retention(paused(forecast=Forecast(p50_s=60.0, p90_s=90.0, p_return=p)), KNOWN, system).rate

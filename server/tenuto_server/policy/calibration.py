@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from math import log, sqrt
+from operator import mul
 
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.fates import Fates, depth_of
@@ -33,6 +34,13 @@ _PRIOR: dict[PauseKind, tuple[float, ...]] = {kind: masses_of(LENGTH[kind]) for 
 
 
 _LOGS = tuple(log(bin_edge(i)) + 0.5 * BIN_LOG_WIDTH for i in range(BINS))
+_PRIOR_LOGS: dict[PauseKind, tuple[float, float]] = {
+    kind: (sum(map(mul, mass, _LOGS)), sum(m * at * at for m, at in zip(mass, _LOGS, strict=True)))
+    for kind, mass in _PRIOR.items()
+}
+"""Mean and mean square of the log of the lengths that are believed in first."""
+LOG_FLOOR_S = 0.05
+_CAP_LOGS = 4000.0
 
 RHYTHM_PACE = 0.2
 """Weight of the newest pause in a session's mean log length (KVCT: an EWMA of 0.2 tells as much as the whole session)."""
@@ -78,18 +86,18 @@ class _Word:
 
 
 class _Node:
-    """What one level has seen: lengths, ends, and the quantiles last derived (valid for ``stamp``)."""
+    """What one level has seen: lengths, ends, and the quantiles last derived (valid for ``stamp``). ``logs``: number of
+    lengths, sum of their logs and of the squares of these."""
 
     __slots__ = (
         "ended",
         "ewma_s",
         "lengths",
+        "logs",
         "mean_s",
         "n",
         "quantiles",
         "returned",
-        "scale",
-        "scale_stamp",
         "score",
         "stamp",
     )
@@ -101,8 +109,7 @@ class _Node:
         self.score: Score | None = None
         self.quantiles: tuple[float, ...] = ()
         self.stamp: tuple[int, ...] = ()
-        self.scale = (0.0, 1.0)
-        self.scale_stamp: tuple[int, ...] = ()
+        self.logs = [0.0, 0.0, 0.0]
         self.n = 0
         self.mean_s = self.ewma_s = 0.0
 
@@ -110,6 +117,12 @@ class _Node:
         """A pause of this length was observed, after which a share ``intact`` of the context was still wanted."""
         # Long pauses more often end in another prompt: what is learned is when something returns that was worth keeping.
         self.lengths.add(length_s, max(INTACT_MIN, intact))
+        at, logs = log(max(length_s, LOG_FLOOR_S)), self.logs
+        if logs[0] >= _CAP_LOGS:
+            logs[:] = [0.5 * value for value in logs]
+        logs[0] += 1.0
+        logs[1] += at
+        logs[2] += at * at
         self.n += 1
         self.mean_s += (length_s - self.mean_s) / self.n
         self.ewma_s = length_s if self.n == 1 else 0.5 * (self.ewma_s + length_s)
@@ -167,15 +180,13 @@ class PauseStats:
         return None if kind == "unknown" else rhythm_of(self._paces[kind].expect(traits), kind)
 
     def scale(self, tenant: str, kind: PauseKind) -> tuple[float, float]:
-        """Mean and standard deviation of the log of a tenant's pauses of a kind."""
-        chain = list(self._chain(tenant, kind, None))
-        deepest, stamp = chain[-1][0], tuple(node.lengths.epoch for node, _ in chain)
-        if deepest.scale_stamp != stamp:
-            masses = self._masses(tenant, kind, None)
-            mean = sum(mass * at for mass, at in zip(masses, _LOGS, strict=True))
-            square = sum(mass * (at - mean) ** 2 for mass, at in zip(masses, _LOGS, strict=True))
-            deepest.scale, deepest.scale_stamp = (mean, sqrt(square)), stamp
-        return deepest.scale
+        """Mean and standard deviation of the log of a tenant's pauses of a kind, whatever they brought back: the same scale
+        as that of a client, who knows nothing of contexts."""
+        mean, square = _PRIOR_LOGS[kind]
+        for node, k in self._chain(tenant, kind, None):
+            total = k + node.logs[0]
+            mean, square = (k * mean + node.logs[1]) / total, (k * square + node.logs[2]) / total
+        return mean, sqrt(max(square - mean * mean, 0.01))
 
     def p_intact(self, kind: PauseKind, depth: int | None = None) -> float:
         """Learned share of a context of that size that the prompt after such a pause begins with."""

@@ -52,7 +52,7 @@ class Histogram:
         counts = self.counts
         if _HALF <= centre < BINS - _HALF:
             for offset, weight in enumerate(_KERNEL, centre - _HALF):
-                counts[offset] += weight
+                counts[offset] += weight * share
         else:
             for offset, weight in enumerate(_KERNEL, centre - _HALF):
                 counts[min(BINS - 1, max(0, offset))] += weight * share

@@ -36,6 +36,8 @@ RESUME_LEAD_MIN_S = 1.0
 return comes, not when that was said) is read as the shortest plausible one, a share of the whole pause."""
 LOOK_MIN = 0.02
 """A look of less than this share of the precision that its kind of pause has anyway is none."""
+WEIGHT_MAX = 0.97
+"""However good a client's forecasts were, some miss by far: what outlasts its forecast is worth what it would be without."""
 P_RETURN_STATED = 0.99
 P_RETURN_ENDED = 0.3
 """Assumed: a session that its harness ended but asked to keep comes back this often (no corpus records it)."""
@@ -166,7 +168,7 @@ def pause_curve(
                 weight *= pause.forecast.confidence
             if pause.forecast.p_return is not None:
                 p_said = pause.forecast.p_return
-    weight = floor(weight * trust * 20.0 + 0.5) / 20.0
+    weight = min(WEIGHT_MAX, floor(weight * trust * 20.0 + 0.5) / 20.0)
     if said is None or weight <= 0.0:
         weight, at_s = 0.0, 0.0
     x = max(0.0, pause.elapsed_s - at_s)
