@@ -13,7 +13,8 @@ Paths, by name (`PackedLinear.kind`):
   a short measurement decides between it and `native`.
 - `onednn-fp32`: prepacked oneDNN in fp32: fp32 weights without a compiler, or an fp32 copy of bf16 ones.
 - `tiled`: `torch.nn.functional.linear` in fp32 over row tiles of one fixed size: batch-invariant without a compiler.
-- `torch`: `torch.nn.functional.linear`: CUDA tensors, and whatever else no other path takes.
+- `triton`: quantised weights on a CUDA device (or in Triton's interpreter), read as they are.
+- `torch`: `torch.nn.functional.linear`: other CUDA tensors, and whatever else no other path takes.
 
 `TENUTO_LINEAR=<path>` forces a path for every CPU weight and so makes the choice deterministic.
 """
@@ -29,7 +30,8 @@ from torch.nn.functional import linear as torch_linear
 
 from tenuto_kernels.cpu import native
 from tenuto_kernels.cpu.native_panels import Panels
-from tenuto_kernels.quant import QuantizedWeight
+from tenuto_kernels.dispatch import backend, load
+from tenuto_kernels.quant import GROUP, QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,13 @@ class PackedLinear:
     """`y = x @ weight.T + bias` with the weight in the layout its path wants.
 
     Called with x [T, I] in fp32 or bf16, it returns [T, O] in x's dtype. `nbytes` counts everything it keeps. `panels`
-    is the weight as the native code reads it, where `kind` is `native`; `bits`: of one weight.
+    is the weight as the native code reads it, where `kind` is `native`; `bits`: of one weight. `invariant` matters to
+    `triton` alone: the other paths are invariant or not by themselves.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, kind: str) -> None:
+    def __init__(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, kind: str, invariant: bool = False
+    ) -> None:
         self.out_features, self.in_features = int(weight.shape[0]), int(weight.shape[1])
         self.kind = kind
         self._run: Callable[[Tensor], Tensor]
@@ -54,7 +59,11 @@ class PackedLinear:
         if kind == "native":
             self.panels = Panels(weight, bias)
             self._run = self.panels
-            kept = [self.panels.data, self.panels.bias]
+            kept: list[Tensor | None] = [self.panels.data, self.panels.bias]
+        elif kind == "triton":
+            assert isinstance(weight, QuantizedWeight)
+            self._run = load(backend()).quant_linear(weight, bias, invariant=invariant)
+            kept = [weight.codes, weight.scale, weight.minimum, bias]
         else:
             assert isinstance(weight, Tensor)
             own = {"torch": weight.dtype, "onednn-bf16": torch.bfloat16}
@@ -67,6 +76,8 @@ class PackedLinear:
             self._run = {"torch": self._plain, "tiled": self._tiled}.get(kind, self._onednn)
         self.bits = weight.bits if isinstance(weight, QuantizedWeight) else 8 * weight.element_size()
         self.nbytes = sum(t.numel() * t.element_size() for t in kept if t is not None)
+        if kind == "triton" and self.bits == 4:
+            self.nbytes -= self.out_features * self.in_features // 2  # two codes share a byte
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._run(x)
@@ -97,10 +108,10 @@ def pack_linear(
 ) -> PackedLinear:
     """Pack weight [O, I] (and bias [O]) for repeated products.
 
-    A quantised weight stays what it is on the native path. `dtype` is the precision of the weight's values (bf16 or fp32): the weight is rounded to it first. `invariant` asks
-    for rows whose bits do not depend on how many other rows share the call. `keep_fp32=False` forbids holding a bf16
-    weight in fp32, for models whose fp32 copy would not fit (batch invariance without a compiler needs one all the
-    same). Raises ValueError on shapes or a dtype it does not take.
+    A quantised weight stays what it is on the paths `native` and `triton`. `dtype` is the precision of the weight's values
+    (bf16 or fp32): the weight is rounded to it first. `invariant` asks for rows whose bits do not depend on how many other
+    rows share the call. `keep_fp32=False` forbids holding a bf16 weight in fp32, for models whose fp32 copy would not fit
+    (batch invariance without a compiler needs one all the same). Raises ValueError on shapes or a dtype it does not take.
     """
     if len(weight.shape) != 2:
         raise ValueError(f"weight must be [O, I], got {tuple(weight.shape)}")
@@ -109,6 +120,8 @@ def pack_linear(
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {dtype}")
     if isinstance(weight, QuantizedWeight):
+        if takes_on_device(weight):
+            return PackedLinear(weight, bias, "triton", invariant)
         if weight.codes.device.type == "cpu" and takes_quantized():
             return PackedLinear(weight, bias, "native")
         weight = weight.dense(dtype)
@@ -116,6 +129,12 @@ def pack_linear(
     if weight.device.type != "cpu":
         return PackedLinear(weight, bias, "torch")
     return PackedLinear(weight, bias, _path(dtype, invariant, keep_fp32))
+
+
+def takes_on_device(weight: QuantizedWeight) -> bool:
+    """Whether the Triton product reads this weight as it is, where it lies."""
+    device = {"gpu": "cuda", "interpret": "cpu"}.get(backend())
+    return weight.codes.device.type == device and (weight.bits == 8 or weight.shape[1] % (2 * GROUP) == 0)
 
 
 def takes_quantized() -> bool:

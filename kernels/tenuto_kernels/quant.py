@@ -49,6 +49,11 @@ class QuantizedWeight:
             wide.add_(self.minimum.float()[:, :, None])
         return wide.view(self.codes.shape).to(dtype)
 
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same on another device."""
+        minimum = None if self.minimum is None else self.minimum.to(device)
+        return QuantizedWeight(self.codes.to(device), self.scale.to(device), minimum)
+
     def rows(self, index: Tensor) -> QuantizedWeight:
         """The rows `index`, in that order."""
         return QuantizedWeight(

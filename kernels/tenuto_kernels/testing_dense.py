@@ -72,7 +72,7 @@ def check_rope_store(kernels: Kernels, draw: Draw) -> CaseResult:
     layer = draw.rng.randrange(pool.shape[1])
     slots = draw.distinct(draw.rng.randint(1, 6), blocks * block_size)
     fused = draw.normal(len(slots), (group + 2) * heads, dim, dtype=dtype)
-    q, k, v = torch.split(fused.clone(), (group * heads, heads, heads), dim=1)
+    q, k, v = torch.split(fused.clone(), [group * heads, heads, heads], dim=1)
     angle = [[slot * 10000.0 ** (-2 * pair / dim) for pair in range(dim // 2)] for slot in slots]
     angles = torch.tensor(angle, dtype=torch.float64)
 

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tenuto_server.errors import ModelError
 from tenuto_server.model.config import ModelConfig, UnsupportedModelError, config_from_gguf, config_from_hf
-from tenuto_server.model.layers import rope_frequencies
+from tenuto_server.model.rope import rope_frequencies
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

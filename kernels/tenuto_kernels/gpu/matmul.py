@@ -154,17 +154,15 @@ def add_parts_kernel(
 
 
 class QuantLinear:
-    """`y = x @ weight.T + bias` for x [T, I] in fp32, bf16 or fp16; y [T, O] in x's dtype. `tensors`: what it keeps.
+    """`y = x @ weight.T + bias` for x [T, I] in fp32, bf16 or fp16; y [T, O] in x's dtype.
 
-    `invariant`: a row's bits do not depend on how many rows share the call. Raises ValueError for a weight that `takes`
-    refuses.
+    `invariant`: a row's bits do not depend on how many rows share the call. Raises ValueError for 4 bits and an odd number
+    of groups: two codes share a byte, and each half of a row must be whole groups.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, *, invariant: bool = False) -> None:
-        if not takes(weight):
-            raise ValueError(
-                f"a weight {tuple(weight.shape)} of {weight.bits} bits cannot be packed in pairs of groups"
-            )
+        if weight.bits == 4 and weight.shape[1] % (2 * GROUP):
+            raise ValueError(f"{weight.shape[1]} inputs of 4 bits are no even number of groups of {GROUP}")
         self._outputs, self._inputs = int(weight.shape[0]), int(weight.shape[1])
         self._bits, self._invariant = weight.bits, invariant
         codes = weight.codes
@@ -176,10 +174,6 @@ class QuantLinear:
         self._scale = weight.scale.t().contiguous()
         self._minimum = None if weight.minimum is None else weight.minimum.t().contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [part for part in (self._codes, self._scale, self._minimum, self._bias) if part is not None]
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -206,11 +200,6 @@ class QuantLinear:
             count = out.numel()
             add_parts_kernel[(triton.cdiv(count, 1024),)](part, bias, out, count, self._outputs, **flags, BLOCK=1024)
         return out
-
-
-def takes(weight: QuantizedWeight) -> bool:
-    """Whether a row can be packed: two codes of 4 bits share a byte, and each half of the row must be whole groups."""
-    return weight.bits == 8 or weight.shape[1] % (2 * GROUP) == 0
 
 
 def quant_linear(weight: QuantizedWeight, bias: Tensor | None, *, invariant: bool = False) -> QuantLinear:

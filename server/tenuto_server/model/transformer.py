@@ -23,12 +23,12 @@ from tenuto_kernels.cpu.native_decoder import DecoderLayer, NativeDecoder
 from tenuto_kernels.dispatch import backend
 from tenuto_kernels.layout import KVLayout
 from tenuto_kernels.linear import PackedLinear, fast_bf16, pack_linear
-from tenuto_kernels.ops import paged_attention
+from tenuto_kernels.ops import add_rms_norm, paged_attention, rms_norm, rope_store, silu_mul
 from tenuto_kernels.quant import QuantizedWeight, quantize, stack
 from tenuto_kernels.rows import AttentionRows
 from tenuto_server.errors import ModelError
 from tenuto_server.model.config import ModelConfig
-from tenuto_server.model.layers import rms_norm, rope_and_store, rope_frequencies, rope_tables, silu_mul
+from tenuto_server.model.rope import rope_frequencies, rope_tables
 from tenuto_server.model.weights import GGUFWeights, Weights
 
 log = logging.getLogger(__name__)
@@ -126,12 +126,13 @@ class Transformer:
         x = torch.nn.functional.embedding(batch.tokens, self._embed).to(self.activation_dtype)
         if self._native is not None:
             return self._native.forward(x.float(), cos, sin, pool, batch.slots, batch.rows, batch.logits_index)
+        normed = rms_norm(x, self._layers[0].attn_norm, eps)
         for index, layer in enumerate(self._layers):
-            q, k, v = layer.qkv(rms_norm(x, layer.attn_norm, eps)).split_with_sizes((q_size, kv_size, kv_size), dim=-1)
+            q, k, v = layer.qkv(normed).split_with_sizes((q_size, kv_size, kv_size), dim=-1)
             q, k = q.view(heads), k.view(kv_heads)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-            q = rope_and_store(q, k, v.view(kv_heads), cos, sin, pool, index, batch.slots)
+            q = rope_store(q, k, v.view(kv_heads), cos, sin, pool, index, batch.slots)
             is_last = index == config.num_layers - 1
             if is_last and not len(batch.logits_index):
                 return torch.empty((0, config.vocab_size), device=self.device)
@@ -140,9 +141,10 @@ class Transformer:
             ).flatten(1)
             if is_last:  # beyond the last layer's KV only the wanted tokens matter
                 x, attended = x.index_select(0, batch.logits_index), attended.index_select(0, batch.logits_index)
-            x = x + layer.o(attended)
-            x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, eps))))
-        return self._head(rms_norm(x, self._norm, eps)).float()
+            x, normed = add_rms_norm(x, layer.o(attended), layer.mlp_norm, eps)
+            following = self._norm if is_last else self._layers[index + 1].attn_norm
+            x, normed = add_rms_norm(x, layer.down(silu_mul(layer.gate_up(normed))), following, eps)
+        return self._head(normed).float()
 
     def _build_layers(self, weights: Weights) -> Iterator[_Layer]:
         c = self.config
@@ -201,7 +203,7 @@ class Transformer:
         weight: Tensor | QuantizedWeight
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedWeight)]
         if len(quantized) == len(matrices) and len({matrix.bits for matrix in quantized}) == 1:
-            weight = stack(quantized)
+            weight = stack(quantized).to(self.device)
         else:
             dense = [m.dense(self.dtype) if isinstance(m, QuantizedWeight) else m for m in matrices]
             weight = (dense[0] if len(dense) == 1 else torch.cat(dense)).to(self.device)

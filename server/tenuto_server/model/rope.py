@@ -1,7 +1,6 @@
-"""The row-wise pieces of a decoder layer. Owns no state.
+"""Rotary position embedding: frequencies of every kind of scaling, and the angles of a batch. Owns no state.
 
-Every function works on each row (token) alone, so its result does not depend on the rest of the batch. Shapes: T tokens,
-H hidden size, N heads, D head dimension. Arithmetic is fp32 whatever the dtype of the activations.
+Shapes: T tokens, D head dimension. The rotation itself is `tenuto_kernels.ops.rope_store`.
 """
 
 from __future__ import annotations
@@ -11,47 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from tenuto_kernels.cpu import native
-from tenuto_kernels.dispatch import backend
-from tenuto_kernels.ops import store_kv
 from tenuto_server.model.config import ModelConfig, RopeScaling
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019); ``weight`` is fp32."""
-    if x.device.type == "cpu":
-        out = torch.empty(x.shape, dtype=x.dtype)
-        native.rms_norm(x, weight, eps, out)
-        return out
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight).to(x.dtype)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for [T, 2F] holding gate, then up; returns [T, F] (Shazeer 2020, SwiGLU)."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if gate_up.device.type == "cpu":
-        out = torch.empty((rows, width), dtype=gate_up.dtype)
-        native.silu_mul(gate_up, out)
-        return out
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
-
-
-def rope_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor
-) -> Tensor:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D], write k and v into the pool and return the rotated q.
-
-    q and k may be overwritten. On the CPU one fused operator does it; elsewhere (and in Triton's interpreter) the
-    rotation is plain torch and the writing is the backend's.
-    """
-    if backend() == "cpu" and q.device.type == "cpu":
-        native.rope_store(q, k, v, cos, sin, pool, layer, slots)
-        return q
-    store_kv(pool, layer, apply_rope(k, cos, sin), v, slots)
-    return apply_rope(q, cos, sin)
 
 
 def rope_frequencies(config: ModelConfig, factors: Tensor | None = None) -> tuple[Tensor, float]:
@@ -108,10 +67,3 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[
     """cos and sin, fp32 [T, D/2], for int64 positions [T]."""
     angles = positions.float()[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [T, N, D]: dimension i with i + D/2 by the token's angle."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
