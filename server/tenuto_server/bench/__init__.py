@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 _BENCHES = {
+    "agents": ("tenuto_server.bench.agents", "many pausing agents on too little KV memory, beside other servers"),
     "costs": ("tenuto_server.bench.costs", "what work costs on this machine, for tenuto simulate --timing"),
     "engine": ("tenuto_server.bench.engine", "prefill, decode and time to first token, beside other servers"),
     "hints": ("tenuto_server.bench.hints", "what a hint costs the agent and the server"),

@@ -167,7 +167,7 @@ class Endpoint:
         """The text of ids."""
         return str(self.ask("POST", "/detokenize", {"tokens": list(tokens)})["prompt"])
 
-    def hint(self, kind: str, session: str, **payload: Any) -> None:
+    def hint(self, kind: str, session: str, /, **payload: Any) -> None:
         """Sends one hint at once. Raises ``EndpointFailed`` when it is rejected."""
         action = {"action_id": "1", "action_type": kind, "payload": {"session": session, **payload}}
         receipt = self.ask("POST", "/v1/kv_hints", {"actions": [action]})["receipts"][0]

@@ -65,7 +65,7 @@ def _kinds(text: str) -> list[str]:
     return wanted
 
 
-def _server(text: str) -> tuple[str, str]:
+def named_server(text: str) -> tuple[str, str]:
     name, equals, url = text.partition("=")
     if not (name and equals and url):
         raise argparse.ArgumentTypeError(f"must be NAME=URL, got {text!r}")
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tenuto bench engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--against", type=_server, action="append", default=[], metavar="NAME=URL", help="another OpenAI endpoint")
+    add("--against", type=named_server, action="append", default=[], metavar="NAME=URL", help="another OpenAI endpoint")
     add("--only", type=_kinds, default=list(KINDS), help=f"of {', '.join(KINDS)}; ttft: cold and warm")
     add("--streams", type=_numbers, default=[1, 8, 32], help="side by side while decoding (default: 1,8,32)")
     add("--contexts", type=_numbers, default=[512, 2048, 8000], help="tokens of prompt (default: 512,2048,8000)")
