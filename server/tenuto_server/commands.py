@@ -223,6 +223,7 @@ def _executor(
         speculate_tokens_max=config.speculate,
         prefill_a_s=costs.prefill_a_s,
         prefill_b_s=costs.prefill_b_s,
+        step_overhead_s=costs.step_overhead_s,
         host_bytes_per_s=costs.host_bytes_per_s or base.host_bytes_per_s,
         disk_bytes_per_s=costs.disk_bytes_per_s or base.disk_bytes_per_s,
         block_bytes=size,

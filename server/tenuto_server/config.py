@@ -58,6 +58,7 @@ class EngineConfig:
     journal_entries_max: int = 100_000
     prefill_a_s: float = 1e-3
     prefill_b_s: float = 1e-7
+    step_overhead_s: float = 0.0
     restore_deadline_factor: float = 4.0
     host_bytes_per_s: float = 5e9
     disk_bytes_per_s: float = 5e8

@@ -52,7 +52,8 @@ class Rig:
         self.store = KVStore(layout, device_blocks=64, host_blocks=64)
         self.disk = tier(folder, FAMILY, block_bytes=layout.block_bytes, slots=64, retry_s=0.05)
         self.sink = Sink()
-        self.transfers = Transfers(self.store, self.disk, chunk_bytes=4 * layout.block_bytes, **settings)
+        chunk = 4 * layout.block_bytes
+        self.transfers = Transfers(self.store, self.disk, chunk_bytes=chunk, disk_chunk_bytes=chunk, **settings)
         self.transfers.set_sink(self.sink)
         self.device = as_bytes(self.store.device_pool)
         self.device[:] = np.random.default_rng(0).integers(0, 256, self.device.shape)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tenuto_server.runtime.disk import DiskTier
+from tenuto_server.runtime.disk_io import SegmentFile
 
 FAMILY = "ab" * 16
 COUNT = 8
@@ -67,11 +68,11 @@ def copy_again(rig, src, dst):
 @contextlib.contextmanager
 def opened_for(rig, flags: int) -> Iterator[None]:
     """The segment file takes no reads (``O_WRONLY``) or no writes (``O_RDONLY``): the kernel refuses them."""
-    (number, fd) = next(iter(rig.disk._files.items()))
-    rig.disk._files[number] = os.open(rig.disk._path(number), flags)
+    (number, file) = next(iter(rig.disk._files.items()))
+    rig.disk._files[number] = SegmentFile(rig.disk._path(number), flags)
     yield
-    os.close(rig.disk._files[number])
-    rig.disk._files[number] = fd
+    rig.disk._files[number].close()
+    rig.disk._files[number] = file
 
 
 @pytest.mark.parametrize(("src", "dst"), [path for path in PATHS if path[1] == "disk"])

@@ -128,6 +128,7 @@ class Core:
                     costs.waiting,
                     config.cache.block_tokens,
                     config.block_bytes,
+                    config.step_overhead_s,
                 ),
                 self.safeguard.trust,
             )

@@ -13,6 +13,9 @@ from tenuto_server.engine.core import Core
 from tenuto_server.engine.sequence import Sequence
 
 _DEADLINE_S_MIN = 1.0
+_LEAD_SHARE_MIN = 0.1
+"""A front is computed only where that spares at least this share of the load: below, the forward and the copies hinder each
+other by more than it gains, and whoever else computes pays for it."""
 
 
 class Restorer:
@@ -41,7 +44,8 @@ class Restorer:
             start, blocks = run[0].start, sum(extent.blocks for extent in run)
             slowest = max(extent.best_tier() or 0 for extent in run)
             lead = core.policy.split(start * core.cache.block_tokens, blocks, TIERS[slowest], core.system())
-            sequence.compute_until = start + max(0, min(blocks, lead))
+            lead = lead if lead >= _LEAD_SHARE_MIN * blocks else 0
+            sequence.compute_until = start + min(blocks, lead)
             self._cut_at(run, sequence.compute_until)
             if lead:
                 core.count("split_restores")

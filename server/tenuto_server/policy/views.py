@@ -77,7 +77,8 @@ class TierView:
 class CostView:
     """The machine. Recomputing the token at position x takes ``prefill_a_s + prefill_b_s * x`` seconds.
 
-    ``waiting``: mean number of turns running or waiting that a recompute would hold up.
+    ``waiting``: mean number of turns running or waiting that a recompute would hold up. ``step_overhead_s``: what a forward of
+    few tokens takes besides.
     """
 
     prefill_a_s: float

@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 from tenuto_server.engine.events import Event, Sampling, TransferDone
 from tenuto_server.engine.plan import ForwardPlan, ForwardRow, TierName, Transfer
 from tenuto_server.runtime.blocks import HASH_BYTES
+from tenuto_server.runtime.disk_io import SegmentFile, aligned
 from tenuto_server.runtime.executor import TorchExecutor
 
 _CHUNK_TOKENS = 128
@@ -33,15 +33,17 @@ _DISK_WRITE_S = 0.15
 
 @dataclass(frozen=True)
 class Costs:
-    """A token at position x takes ``prefill_a_s + prefill_b_s * x`` seconds in a chunk; bandwidths in bytes per second.
+    """A token at position x takes ``prefill_a_s + prefill_b_s * x`` seconds in a chunk, and a forward of few tokens
+    ``step_overhead_s`` more than that (the weights are read, however few they are); bandwidths in bytes per second.
 
     ``host_bytes_per_s``: host to device, the way a restore goes, checksums included. ``disk_bytes_per_s``: reading what is
-    not in the page cache, checksum and copy included; ``disk_write_bytes_per_s``: synced. None: no such tier. Rate limits
+    not in the page cache; ``disk_write_bytes_per_s``: synced. None: no such tier. Rate limits
     count: they are part of what a copy takes.
     """
 
     prefill_a_s: float
     prefill_b_s: float
+    step_overhead_s: float
     host_bytes_per_s: float | None
     disk_bytes_per_s: float | None
     disk_write_bytes_per_s: float | None
@@ -54,7 +56,7 @@ def measure_costs(executor: TorchExecutor, *, max_context_tokens: int) -> Costs:
     Replaces the executor's sink while it runs.
     """
     began = time.perf_counter()
-    a_s, b_s = _prefill(executor, max_context_tokens)
+    a_s, b_s, overhead_s = _prefill(executor, max_context_tokens)
     host = _host(executor) if executor.store.host_pool is not None else None
     disk = write = None
     if executor.disk is not None and executor.disk.writable:
@@ -63,50 +65,51 @@ def measure_costs(executor: TorchExecutor, *, max_context_tokens: int) -> Costs:
             limit = executor.transfers.disk_bytes_per_s
             if limit is not None:
                 write, disk = min(write, limit), min(disk, limit)
-    return Costs(a_s, b_s, host, disk, write, time.perf_counter() - began)
+    return Costs(a_s, b_s, overhead_s, host, disk, write, time.perf_counter() - began)
 
 
 def measure_disk(folder: Path) -> tuple[float, float]:
     """(synced write, cold read) of a probe file in ``folder``, bytes per second. Raises ``OSError``."""
     path = folder / "probe-bandwidth"
-    data = np.random.default_rng(0).integers(0, 256, _DISK_STEP_BYTES, dtype=np.uint8)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    data = aligned(_DISK_STEP_BYTES)
+    data[:] = np.random.default_rng(0).integers(0, 256, _DISK_STEP_BYTES, dtype=np.uint8)
+    file = SegmentFile(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         began, written = time.perf_counter(), 0
         while written < 2 * _COPY_BYTES and (not written or time.perf_counter() - began < _DISK_WRITE_S):
-            written += os.pwrite(fd, data.data, written)
-        os.fdatasync(fd)
+            file.write(data, written)
+            written += len(data)
+        file.sync()
         write_s = time.perf_counter() - began
         # Only clean pages can be dropped, hence after the sync; without this the read would measure memory.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        target = np.empty_like(data)
-        began, read = time.perf_counter(), 0
-        while read < written and (count := os.preadv(fd, [data.data], read)):
-            zlib.crc32(data.data)
-            target[:] = data
-            read += count
-        return written / write_s, read / max(time.perf_counter() - began, 1e-9)
+        file.forget_cached()
+        began = time.perf_counter()
+        for offset in range(0, written, len(data)):
+            file.read(data, offset)
+        return written / write_s, written / max(time.perf_counter() - began, 1e-9)
     finally:
-        os.close(fd)
+        file.close()
         path.unlink()
 
 
-def _prefill(executor: TorchExecutor, max_context_tokens: int) -> tuple[float, float]:
-    """Fit the two coefficients through a chunk at the start and one far into a context."""
+def _prefill(executor: TorchExecutor, max_context_tokens: int) -> tuple[float, float, float]:
+    """Fit the two coefficients through a chunk at the start and one far into a context, and what a small forward takes
+    beyond them."""
     size = executor.store.layout.block_size
     room = min(max_context_tokens, len(executor.store.device_pool) * size)
     warm = min(_WARM_TOKENS, room)
     _chunk(executor, 0, warm, repeat=False)  # the first forward also builds what is built lazily
-    warm_s = _chunk(executor, 0, warm, repeat=False)
+    warm_s = _chunk(executor, 0, warm)
     # A slow or busy machine must not make the start wait: there a smaller chunk has to do.
     count = min(_CHUNK_TOKENS, room, max(warm, int(warm * _CHUNK_S / warm_s)))
     near_s = _chunk(executor, 0, count)
     start = min(_FAR_TOKENS, room - count)
     if start <= 0:
-        return near_s / count, 0.0
+        return near_s / count, 0.0, max(0.0, warm_s - warm * near_s / count)
     far_s = _chunk(executor, start, count)
     b_s = max(0.0, (far_s - near_s) / (count * start))
-    return max(near_s / count - b_s * count / 2, 0.1 * near_s / count), b_s
+    a_s = max(near_s / count - b_s * count / 2, 0.1 * near_s / count)
+    return a_s, b_s, max(0.0, warm_s - warm * a_s)
 
 
 def _chunk(executor: TorchExecutor, start: int, count: int, *, repeat: bool = True) -> float:

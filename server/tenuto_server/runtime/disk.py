@@ -5,8 +5,8 @@ and ``lock``. One thread uses it at a time (the disk worker); ``health`` is safe
 
 Order of a write: the index forgets what the slots held, the bytes are written, the index records them. So a process killed
 at any moment leaves no record of a block that is not whole. Nothing is synced on the way: a power cut may lose or tear
-recent blocks, which their checksums then tell. Plain buffered I/O: runs of consecutive slots go in one call, and the page
-cache serves what was stored a moment ago (6 GB/s against 1 from the device, where this was measured).
+recent blocks, which their checksums then tell. Runs of consecutive slots go in one call; what the page cache does not have
+is read past it (``disk_io``), and the next chunk of a transfer is read while this one is checked and copied.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ import numpy as np
 from tenuto_server.errors import UNWRITABLE, ConfigError
 from tenuto_server.runtime.blocks import HASH_BYTES, Bytes, Slots, block_sum, runs
 from tenuto_server.runtime.disk_index import MAGIC, DiskIndex, Stored
+from tenuto_server.runtime.disk_io import ReadAhead, SegmentFile
 
 logger = logging.getLogger(__name__)
 
 _FAMILY = re.compile(r"[0-9a-f]{32}")
 _OPEN_SEGMENTS_MAX = 64
 _READ_ERRORS_MAX = 3
+_CLOSE_S = 1.0
+
+# Positions [first, last) of a read, and the bytes that came, or why none did.
+_Fetched = tuple[int, int, int | OSError]
 
 
 def family_name(
@@ -82,7 +87,8 @@ class DiskTier:
         self.root, self.folder = root, root / family
         self.block_bytes, self.slots = block_bytes, slots
         self._segment_blocks = max(1, segment_bytes // block_bytes)
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._files: OrderedDict[int, SegmentFile] = OrderedDict()
+        self._ahead: ReadAhead[list[_Fetched]] = ReadAhead()
         self._retry_s, self._backoff_s, self._clock = retry_s, retry_s, clock
         self._retry_at = 0.0
         self._read_errors_in_row = 0
@@ -160,7 +166,7 @@ class DiskTier:
         bad: list[int] = []
         for first, last, segment, offset in self._pieces(slots):
             try:
-                _pwrite(self._file(segment, create=True), data[first:last], offset)
+                self._file(segment, create=True).write(data[first:last], offset)
             except OSError as error:
                 self._writes_failed(error, last - first)
                 bad.extend(range(first, last))
@@ -179,21 +185,28 @@ class DiskTier:
         self.counts["blocks_written"] += len(stored)
         return bad
 
-    def read(self, slots: Slots, hashes: bytes, out: Bytes) -> tuple[list[int], list[int], list[int]]:
+    def read(
+        self, slots: Slots, hashes: bytes, out: Bytes, ahead: tuple[Slots, Bytes] | None = None
+    ) -> tuple[list[int], list[int], list[int]]:
         """Read ``slots`` into ``out`` [n, block_bytes]. Returns the positions that do not hold their block (short file,
         another block, wrong checksum), those that could not be read, and the sum of each block. The tier forgets what is
-        damaged; what could not be read may be readable later."""
+        damaged; what could not be read may be readable later. ``ahead``: what will be read next and where to, which begins
+        while this is checked; its buffer is the tier's until then."""
         bad: set[int] = set()
         failed: set[int] = set()
         damaged: list[int] = []
-        for first, last, segment, offset in self._pieces(slots):
-            try:
-                got = _pread(self._file(segment, create=False), out[first:last], offset)
+        fetched = self._ahead.take(_key(slots, out))
+        if fetched is None:
+            fetched = self._plan(slots, out)()
+        if ahead is not None:
+            self._ahead.start(_key(*ahead), self._plan(*ahead))
+        for first, last, got in fetched:
+            if not isinstance(got, OSError):
                 self._read_errors_in_row = 0
-            except FileNotFoundError:
+            elif isinstance(got, FileNotFoundError):
                 got = 0
-            except OSError as error:
-                self._reads_failed(error, last - first)
+            else:
+                self._reads_failed(got, last - first)
                 failed.update(range(first, last))
                 continue
             damaged.extend(range(first + got // self.block_bytes, last))
@@ -219,6 +232,16 @@ class DiskTier:
             self.forget([int(slots[at]) for at in sorted(short)])
         self.counts["blocks_read"] += len(slots) - len(bad) - len(failed)
         return sorted(bad), sorted(failed), sums
+
+    def _plan(self, slots: Slots, out: Bytes) -> Callable[[], list[_Fetched]]:
+        """The work of reading ``slots``, for any thread: the files are opened here."""
+        work: list[tuple[int, int, int, SegmentFile | OSError]] = []
+        for first, last, segment, offset in self._pieces(slots):
+            try:
+                work.append((first, last, offset, self._file(segment, create=False)))
+            except OSError as error:
+                work.append((first, last, offset, error))
+        return lambda: [_fetch(first, last, offset, file, out) for first, last, offset, file in work]
 
     def forget(self, slots: list[int]) -> None:
         """These slots hold nothing any more."""
@@ -252,8 +275,9 @@ class DiskTier:
 
     def close(self) -> None:
         """Sync the index, close the files, release the lock."""
-        for fd in self._files.values():
-            os.close(fd)
+        if self._ahead.close(_CLOSE_S):
+            for file in self._files.values():
+                file.close()
         self._files.clear()
         if self._index is not None:
             self._index.close()
@@ -270,8 +294,9 @@ class DiskTier:
             raise OSError(errno.EBUSY, str(error)) from None
         if read_only is not None and read_only is not self._index:
             read_only.close()
-        for fd in self._files.values():  # they are open for reading only
-            os.close(fd)
+        self._ahead.take(())
+        for file in self._files.values():  # they are open for reading only
+            file.close()
         self._files.clear()
 
     def _recover(self) -> None:
@@ -309,14 +334,14 @@ class DiskTier:
         """Write one block, read it back, compare. Raises ``OSError``."""
         path, block = self.folder / "probe", np.arange(self.block_bytes, dtype=np.uint64).astype(np.uint8)
         back = np.zeros_like(block)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        file = SegmentFile(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            _pwrite(fd, block, 0)
-            os.fdatasync(fd)
-            if _pread(fd, back, 0) != len(block) or not np.array_equal(block, back):
+            file.write(block, 0)
+            file.sync()
+            if file.read(back, 0) != len(block) or not np.array_equal(block, back):
                 raise OSError(errno.EIO, "the disk gives back other bytes than were written")
         finally:
-            os.close(fd)
+            file.close()
             path.unlink()
 
     def _pieces(self, slots: Slots) -> list[tuple[int, int, int, int]]:
@@ -333,19 +358,19 @@ class DiskTier:
     def _path(self, segment: int) -> Path:
         return self.folder / f"segment-{segment:05d}"
 
-    def _file(self, segment: int, *, create: bool) -> int:
-        fd = self._files.get(segment)
-        if fd is None:
+    def _file(self, segment: int, *, create: bool) -> SegmentFile:
+        file = self._files.get(segment)
+        if file is None:
             path = self._path(segment)
             if create and not path.exists():
                 self._make_room()
             flags = os.O_RDWR | (os.O_CREAT if create else 0) if self._in_full or create else os.O_RDONLY
-            fd = os.open(path, flags, 0o600)
-            self._files[segment] = fd
+            file = self._files[segment] = SegmentFile(path, flags)
             if len(self._files) > _OPEN_SEGMENTS_MAX:
-                os.close(self._files.popitem(last=False)[1])
+                self._ahead.take(())
+                self._files.popitem(last=False)[1].close()
         self._files.move_to_end(segment)
-        return fd
+        return file
 
     def _make_room(self) -> None:
         """Remove families unused for longest while one more segment would exceed the limit of the whole root."""
@@ -416,19 +441,13 @@ def _remove(folder: Path) -> bool:
     return False
 
 
-def _pwrite(fd: int, data: Bytes, offset: int) -> None:
-    view = data.data.cast("B")
-    while view:
-        written = os.pwrite(fd, view, offset)
-        if written == 0:
-            raise OSError(errno.EIO, "the disk accepted no bytes")
-        offset += written
-        view = view[written:]
+def _key(slots: Slots, out: Bytes) -> tuple[bytes, int]:
+    """What tells one read from another: the slots, and where they go."""
+    return slots.tobytes(), out.ctypes.data
 
 
-def _pread(fd: int, out: Bytes, offset: int) -> int:
-    """Bytes read; fewer than asked for at the end of the file only."""
-    view, got = out.data.cast("B"), 0
-    while got < len(view) and (count := os.preadv(fd, [view[got:]], offset + got)):
-        got += count
-    return got
+def _fetch(first: int, last: int, offset: int, file: SegmentFile | OSError, out: Bytes) -> _Fetched:
+    try:
+        return first, last, file if isinstance(file, OSError) else file.read(out[first:last], offset)
+    except OSError as error:
+        return first, last, error

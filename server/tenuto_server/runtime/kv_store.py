@@ -15,6 +15,7 @@ import torch
 from tenuto_kernels.layout import KVLayout
 from tenuto_kernels.ops import gather_blocks, scatter_blocks
 from tenuto_server.runtime.blocks import Bytes, Slots, copy_runs, runs
+from tenuto_server.runtime.disk_io import aligned
 
 
 class KVStore:
@@ -46,8 +47,11 @@ class KVStore:
         self.stream = _new_stream(self.device) if self.device.type == "cuda" else None
 
     def staging(self, blocks: int) -> torch.Tensor:
-        """A host buffer of that many blocks, page-locked beside CUDA."""
-        return self.layout.allocate(blocks, "cpu", pin=self.device.type == "cuda")
+        """A host buffer of that many blocks, page-locked beside CUDA, beginning on a page."""
+        if self.device.type == "cuda":
+            return self.layout.allocate(blocks, "cpu", pin=True)
+        buffer = torch.from_numpy(aligned(blocks * self.layout.block_bytes))
+        return buffer.view(self.layout.dtype).view(blocks, *self.layout.block_shape)
 
     def from_device(
         self, slots: Slots, out: torch.Tensor, out_slots: Slots | None, after: torch.cuda.Event | None

@@ -28,7 +28,8 @@ _CREDIT_S = 0.005
 @dataclass(eq=False, slots=True)
 class Job:
     """One transfer on its way. ``after``: the device work it must follow; ``began_ns``: when its first chunk began, so that
-    what is reported as elapsed gives the tier's speed, not the queue's length; ``done``: blocks handled so far."""
+    what is reported as elapsed gives the tier's speed, not the queue's length; ``done``: blocks handled so far; ``lane``: the
+    one that has it."""
 
     transfer: Transfer
     order: int
@@ -41,6 +42,7 @@ class Job:
     touching: bool = False
     cancelled: bool = False
     reported: bool = False
+    lane: Lane | None = None
 
     def __len__(self) -> int:
         return len(self.transfer.src_slots)
@@ -102,6 +104,7 @@ class Lane:
 
     def submit(self, job: Job) -> None:
         """Queue a job; while the lane is stuck or closed it is reported failed at once."""
+        job.lane = self
         with self._wake:
             if not (self._stuck or self._closed):
                 self._jobs[job.transfer.id] = job
@@ -127,6 +130,13 @@ class Lane:
             self._drop(job)
         self._finish(job, ok=False)
         return True
+
+    def following(self, job: Job) -> Job | None:
+        """What would be next if ``job`` ended now and nothing else came; None where that is less urgent."""
+        with self._wake:
+            rest = [other for other in self._jobs.values() if other is not job]
+            following = min(rest, key=_turn, default=None)
+            return following if following is not None and following.transfer.urgent == job.transfer.urgent else None
 
     @property
     def waiting(self) -> int:
@@ -201,7 +211,7 @@ class Lane:
                 if self._closed:
                     return None
                 if self._jobs:
-                    job = min(self._jobs.values(), key=lambda job: (not job.transfer.urgent, job.order))
+                    job = min(self._jobs.values(), key=_turn)
                     self._current, self._chunk_began = job, time.monotonic()
                     return job
                 self._wake.wait(again_s)
@@ -225,3 +235,8 @@ class Lane:
         self._report(
             job, TransferDone(job.transfer.id, good, bad if ok else (), elapsed, reason, failed=failed if ok else ())
         )
+
+
+def _turn(job: Job) -> tuple[bool, int]:
+    """What goes first: urgent before bulk, then in the order of arrival."""
+    return not job.transfer.urgent, job.order

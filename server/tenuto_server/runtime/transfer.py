@@ -1,9 +1,10 @@
-"""Copies between the tiers, off the critical path. ``Transfers`` owns two lanes, the staging buffer and the counters.
+"""Copies between the tiers, off the critical path. ``Transfers`` owns the lanes, the staging buffers and the counters.
 
-One lane moves blocks between device and host, the other everything to and from the disk, through a staging buffer: so a disk
-that hangs holds only its own buffer, and can be given up at any time. On CUDA every copy waits for the compute that was
-enqueued when it was submitted, which wrote its source and was the last to read its destination, and is complete before it
-is reported.
+Lanes move blocks between device and host, one everything to and from the disk, through staging buffers: so a disk that hangs
+holds only its own buffers, and can be given up at any time. Where "device" and host are both this machine's memory, copies that
+a turn waits for are spread over two lanes, since one core does not fill the memory's bandwidth; bulk stays on the first and
+leaves the other core to the model. On CUDA every copy waits for the compute that was enqueued when it was submitted, which
+wrote its source and was the last to read its destination, and is complete before it is reported.
 
 A block arrives on the host with the checksum of its bytes, keeps it on disk, and is compared whenever it leaves either.
 """
@@ -11,6 +12,7 @@ A block arrives on the host with the checksum of its bytes, keeps it on disk, an
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +37,13 @@ _PATHS = {
     ("host", "disk"),
     ("disk", "host"),
 }
+_HOT_BYTES = 768 * 2**10
+"""What is summed and copied in one go: the second pass over it then reads the processor's cache, not memory."""
 
 
 class Transfers:
-    """``host_bytes_per_s``, ``disk_bytes_per_s``: rate limits, None for none. ``chunk_bytes``: moved at once at most.
+    """``host_bytes_per_s``, ``disk_bytes_per_s``: rate limits, None for none. ``chunk_bytes``, ``disk_chunk_bytes``: moved
+    at once at most.
 
     ``stuck_s``: a disk that has not answered for so long fails all its transfers until it does.
     """
@@ -51,6 +56,7 @@ class Transfers:
         host_bytes_per_s: float | None = None,
         disk_bytes_per_s: float | None = None,
         chunk_bytes: int = 4 * 2**20,
+        disk_chunk_bytes: int = 8 * 2**20,
         stuck_s: float = 30.0,
     ) -> None:
         self._store, self._disk, self._stuck_s = store, disk, stuck_s
@@ -62,21 +68,26 @@ class Transfers:
         self._counts_lock = threading.Lock()
         self._counts: dict[str, dict[str, int]] = {}
         size = store.layout.block_bytes
-        self._memory = Lane(
-            "copy",
-            copy=self._copy_memory,
-            report=self._report,
-            idle=lambda: None,
-            rate=RateLimit(host_bytes_per_s),
-            block_bytes=size,
-            chunk_bytes=chunk_bytes,
-        )
-        self._lanes = [self._memory]
+        spread = host_bytes_per_s is None and store.device.type == "cpu" and (os.cpu_count() or 1) > 1
+        self._memory = [
+            Lane(
+                f"copy-{number}",
+                copy=self._copy_memory,
+                report=self._report,
+                idle=lambda: None,
+                rate=RateLimit(host_bytes_per_s),
+                block_bytes=size,
+                chunk_bytes=chunk_bytes,
+            )
+            for number in range(2 if spread else 1)
+        ]
+        self._lanes = [*self._memory]
         self._closing = threading.Event()
         if disk is not None:
             rate = RateLimit(disk_bytes_per_s)
-            self._staging = store.staging(rate.chunk_blocks(size, chunk_bytes))
-            self._staging_bytes = as_bytes(self._staging)
+            # Two: while one is checked and copied from, the disk fills the other.
+            self._staging = [store.staging(rate.chunk_blocks(size, disk_chunk_bytes)) for _ in range(2)]
+            self._front, self._expected = 0, (0, 0)
             self._disk_lane = Lane(
                 "disk",
                 copy=self._copy_disk,
@@ -84,7 +95,7 @@ class Transfers:
                 idle=self._tend_disk,
                 rate=rate,
                 block_bytes=size,
-                chunk_bytes=chunk_bytes,
+                chunk_bytes=disk_chunk_bytes,
             )
             self._lanes.append(self._disk_lane)
             self._watch = threading.Thread(target=self._watch_disk, name="tenuto-disk-watch", daemon=True)
@@ -99,7 +110,12 @@ class Transfers:
         self._check(transfer)
         self._order += 1
         job = Job(transfer, self._order, self._store.compute_event())
-        (self._disk_lane if "disk" in (transfer.src, transfer.dst) else self._memory).submit(job)
+        if "disk" in (transfer.src, transfer.dst):
+            self._disk_lane.submit(job)
+        elif transfer.urgent:
+            min(self._memory, key=lambda lane: lane.waiting).submit(job)
+        else:
+            self._memory[0].submit(job)
 
     def cancel(self, transfer_id: int) -> bool:
         """Give a transfer up; it is reported failed. False if it was reported already."""
@@ -151,28 +167,34 @@ class Transfers:
                 f"transfer {transfer.id} of {count} blocks {transfer.src} -> {transfer.dst} does not fit tiers of {room}"
             )
 
-    # The copy worker.
+    # The copy workers.
 
     def _copy_memory(self, job: Job, first: int, last: int) -> tuple[list[int], list[int]]:
+        store, bad = self._store, list[int]()
+        assert job.lane is not None
+        hot = max(1, _HOT_BYTES // store.layout.block_bytes) if store.device.type == "cpu" else last - first
+        with job.lane.touch(job) as allowed:
+            for at in range(first, last if allowed else first, hot):
+                bad += self._copy_hot(job, at, min(at + hot, last))
+        return bad, []
+
+    def _copy_hot(self, job: Job, first: int, last: int) -> list[int]:
         store, transfer = self._store, job.transfer
         assert store.host_pool is not None
         assert store.host_bytes is not None
         src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
-        with self._memory.touch(job) as allowed:
-            if not allowed:
-                return [], []
-            if transfer.dst == "host":
-                store.from_device(src, store.host_pool, dst, job.after)
-                if store.checksums:
-                    store.host_sums[dst] = [
-                        block_sum(_hash(transfer, first + at), store.host_bytes[slot]) for at, slot in enumerate(dst)
-                    ]
-                return [], []
-            good = np.array(
-                [self._host_intact(transfer, first + at, store.host_bytes[slot]) for at, slot in enumerate(src)]
-            )
-            store.to_device(store.host_pool, src[good], dst[good], job.after)
-            return (np.flatnonzero(~good) + first).tolist(), []
+        if transfer.dst == "host":
+            store.from_device(src, store.host_pool, dst, job.after)
+            if store.checksums:
+                store.host_sums[dst] = [
+                    block_sum(_hash(transfer, first + at), store.host_bytes[slot]) for at, slot in enumerate(dst)
+                ]
+            return []
+        good = np.array(
+            [self._host_intact(transfer, first + at, store.host_bytes[slot]) for at, slot in enumerate(src)]
+        )
+        store.to_device(store.host_pool, src[good], dst[good], job.after)
+        return (np.flatnonzero(~good) + first).tolist()
 
     def _host_intact(self, transfer: Transfer, at: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
         """Whether the host block that position ``at`` comes from is the one that was stored; ``data``: its bytes."""
@@ -198,7 +220,8 @@ class Transfers:
         if not disk.writable:
             job.reason = disk.reason
             return [], list(range(count))
-        stage, data = self._staging[:count], self._staging_bytes[:count]
+        stage = self._staging[self._front][:count]
+        data = as_bytes(stage)
         with self._disk_lane.touch(job) as allowed:
             if not allowed:
                 return [], []
@@ -227,7 +250,17 @@ class Transfers:
         assert disk is not None
         src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
         hashes = transfer.hashes[HASH_BYTES * first : HASH_BYTES * last]
-        bad, failed, sums = disk.read(src, hashes, self._staging_bytes[:count])
+        if self._expected == (transfer.id, first):
+            self._front ^= 1  # it is being read there already
+        self._expected = (0, 0)
+        stage, expected = self._staging[self._front], self._next_read(job, last)
+        data, ahead = as_bytes(stage), None
+        if expected is not None:
+            slots = expected[0].transfer.src_slots[expected[1] : expected[1] + self._disk_lane.chunk_blocks]
+            ahead = (slots, as_bytes(self._staging[self._front ^ 1])[: len(slots)])
+        bad, failed, sums = disk.read(src, hashes, data[:count], ahead)
+        if expected is not None:
+            self._expected = (expected[0].transfer.id, expected[1])
         lacking = {*bad, *failed}
         good = np.array([at for at in range(count) if at not in lacking], dtype=np.int32)
         if lacking:
@@ -235,12 +268,19 @@ class Transfers:
         with self._disk_lane.touch(job) as allowed:
             if allowed and len(good):
                 if transfer.dst == "device":
-                    store.to_device(self._staging, good, dst[good], job.after)
+                    store.to_device(stage, good, dst[good], job.after)
                 else:
                     assert store.host_bytes is not None
-                    copy_runs(self._staging_bytes, good, store.host_bytes, dst[good])
+                    copy_runs(data, good, store.host_bytes, dst[good])
                     store.host_sums[dst[good]] = np.array(sums, dtype=np.uint32)[good]
         return bad, failed
+
+    def _next_read(self, job: Job, first: int) -> tuple[Job, int] | None:
+        """What the lane will most likely read after this chunk: the job's next one, or the first of the next job."""
+        following = job if first < len(job) and not job.cancelled else self._disk_lane.following(job)
+        if following is None or following.transfer.src != "disk":
+            return None
+        return following, first if following is job else following.done
 
     def _tend_disk(self) -> float | None:
         """Between copies: forget what was dropped, try a failed disk again, tell the engine when its state changed."""
