@@ -134,10 +134,12 @@ class Extent:
 
     def best_tier(self) -> int | None:
         """The fastest tier that holds it; None for a tombstone."""
-        for tier, slots in enumerate(self.slots):
-            if slots is not None:
-                return tier
-        return None
+        device, host, disk = self.slots
+        if device is not None:
+            return DEVICE
+        if host is not None:
+            return HOST
+        return DISK if disk is not None else None
 
     def moving_to(self, tier: int) -> bool:
         """A copy to that tier is in flight."""

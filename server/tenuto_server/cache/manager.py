@@ -86,9 +86,14 @@ class CacheManager:
 
     def use(self, table: BlockTable, now_s: float) -> None:
         """Notes that a turn uses what it acquired."""
-        for extent in (*path_to(table.tip), *([table.cow] if table.cow else [])):
-            extent.last_used_s = now_s
-            extent.uses += 1
+        node = table.tip
+        while node.parent is not None:
+            node.last_used_s = now_s
+            node.uses += 1
+            node = node.parent
+        if table.cow is not None:
+            table.cow.last_used_s = now_s
+            table.cow.uses += 1
 
     def held_blocks(self, table: BlockTable) -> int:
         """Device blocks that a table already has: its own and the resident part of its path."""
@@ -110,18 +115,22 @@ class CacheManager:
         self.tiers.pin_path(source, 1)
 
     def _found(self, table: BlockTable) -> Found:
-        found = Found(known_tokens=table.path_blocks * self.block_tokens + table.cow_tokens)
-        parts = [(extent, extent.blocks * self.block_tokens) for extent in path_to(table.tip)]
+        size = self.block_tokens
+        cached: dict[str, int] = {}
+        lost: dict[str, int] = {}
+        path = path_to(table.tip)
         if table.cow is not None:
-            parts.append((table.cow, table.cow_tokens))
-        for extent, count in parts:
+            path.append(table.cow)
+        for extent in path:
+            count = table.cow_tokens if extent is table.cow else extent.blocks * size
             tier = extent.best_tier()
             if tier is not None:
-                found.cached[TIERS[tier]] = found.cached.get(TIERS[tier], 0) + count
+                name = TIERS[tier]
+                cached[name] = cached.get(name, 0) + count
             else:
                 label = extent.lost or "capacity"
-                found.lost[label] = found.lost.get(label, 0) + count
-        return found
+                lost[label] = lost.get(label, 0) + count
+        return Found(cached, lost, table.path_blocks * size + table.cow_tokens)
 
     def _adopt_recovered(self, root: Extent, tokens: NDArray[np.int32]) -> None:
         """Hangs the blocks of a prompt that a restart found on disk into the tree. Those missing before and between them
@@ -160,10 +169,12 @@ class CacheManager:
                 slots = extent.slots[DEVICE]
                 if slots is None:
                     return extent
-                first = max(extent.start, table.front // size)
-                self._own(table, first, extent.end, give_back=True)
-                table.blocks[first : extent.end] = slots[first - extent.start :]
-                table.front = extent.end * size
+                start = extent.start
+                end, first = start + extent.blocks, max(start, table.front // size)
+                if table.owned:
+                    self._own(table, first, end, give_back=True)
+                table.blocks[first:end] = slots[first - start :] if first > start else slots
+                table.front = end * size
         if table.cow is not None and table.front == table.path_blocks * size and table.cow.slots[DEVICE] is None:
             return table.cow
         return None
@@ -306,8 +317,11 @@ class CacheManager:
             end = self._leave_tail(table, tokens[table.path_blocks * size : table.front])
         self._own(table, 0, len(table.blocks), give_back=True)
         if now_s is not None:
-            for extent in (*path_to(table.tip), end):
-                extent.last_used_s = now_s
+            node = table.tip
+            while node.parent is not None:
+                node.last_used_s = now_s
+                node = node.parent
+            end.last_used_s = now_s
         if end is not table.tip:
             self.tiers.touch(end)
         self.tiers.pin_path(table.tip, -1)
@@ -370,14 +384,16 @@ class CacheManager:
             self.set_tip(session, node)
 
     def _count(self, extent: Extent, users: int, rate: int) -> None:
-        node = extent
-        while node.parent is not None:
+        stale, node, parent = self.tiers.stale, extent, extent.parent
+        while parent is not None:
             node.users += users
             node.rate += rate
-            node = node.parent
+            node.stamp += 1
+            stale[node] = None
+            node, parent = parent, parent.parent
         node.users += users
         node.rate += rate
-        self.tiers.touch_path(extent)
+        self.tiers.file_many()
 
     def context(self, session: int) -> list[Extent]:
         """The extents of a session's last context, in order."""

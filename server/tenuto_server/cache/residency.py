@@ -63,7 +63,7 @@ class Residency:
         self._moves_max = moves_max
         self._move_blocks_max = move_blocks_max
         self._heaps: tuple[list[tuple[float, float, int, int, int, Extent]], ...] = ([], [], [])
-        self._stale: dict[Extent, None] = {}
+        self.stale: dict[Extent, None] = {}
         self._lowest_tier = max((tier for tier, pool in enumerate(self.pools) if pool.capacity), default=DEVICE)
         self.tiered = self._lowest_tier != DEVICE
         self._priority, self._below, self._label = priority, below, label
@@ -75,31 +75,37 @@ class Residency:
         """Notes that anything which an extent's priority or evictability depends on has changed. Among equals the one used
         longest ago goes first, then the deepest: the part least often shared and least likely to be in the next prompt."""
         extent.stamp += 1
-        self._stale[extent] = None
-        if len(self._stale) >= _STALE_MAX:
-            self._file()
+        self.stale[extent] = None
+        self.file_many()
 
     def touch_path(self, extent: Extent) -> None:
         """Touches everything from ``extent`` up to below its root."""
-        stale, node = self._stale, extent
-        while node.parent is not None:
+        stale, node, parent = self.stale, extent, extent.parent
+        while parent is not None:
             node.stamp += 1
             stale[node] = None
-            node = node.parent
-        if len(stale) >= _STALE_MAX:
+            node, parent = parent, parent.parent
+        self.file_many()
+
+    def file_many(self) -> None:
+        """Files what has been touched once it is too much to keep."""
+        if len(self.stale) >= _STALE_MAX:
             self._file()
 
     def _file(self) -> None:
         """Files what has been touched: once per extent, however often it was, and not before anybody asks."""
-        stale, self._stale = self._stale, {}
+        stale, self.stale = self.stale, {}
         for extent in stale:
             if extent.moves or extent.parent is None:
                 continue
-            for tier in range(len(extent.slots)):
-                if extent.evictable(tier):
-                    rank = (self._priority(extent, tier, None), extent.last_used_s)
-                    entry = (*rank, -extent.start, extent.order, extent.stamp, extent)
-                    heapq.heappush(self._heaps[tier], entry)
+            on_device = extent.slots[DEVICE] is not None
+            for tier in range(1 if on_device and not self.tiered else len(extent.slots)):
+                # As ``Extent.evictable``: what is used is the copy on the device.
+                if extent.slots[tier] is None or (extent.pins and (tier == DEVICE or not on_device)):
+                    continue
+                priority = self._priority(extent, tier, None)
+                entry = (priority, extent.last_used_s, -extent.start, extent.order, extent.stamp, extent)
+                heapq.heappush(self._heaps[tier], entry)
         for tier, heap in enumerate(self._heaps):
             if len(heap) > 256 and len(heap) > 4 * (self.pools[tier].capacity - self.pools[tier].free):
                 self._compact(tier)
@@ -110,7 +116,7 @@ class Residency:
         heapq.heapify(heap)
 
     def _lowest(self, tier: int) -> tuple[Rank, Extent] | None:
-        if self._stale:
+        if self.stale:
             self._file()
         heap = self._heaps[tier]
         while heap:
@@ -133,11 +139,15 @@ class Residency:
         freed = False
         while node is not None:
             before = node.pins
-            node.pins += delta
-            assert node.pins >= 0
-            if node.slots[DEVICE] is not None and (not before or not node.pins):
-                self.pinned_device_blocks += node.blocks if not before else -node.blocks
-            freed = freed or not node.pins
+            node.pins = pins = before + delta
+            assert pins >= 0
+            if not before:
+                if node.slots[DEVICE] is not None:
+                    self.pinned_device_blocks += node.blocks
+            elif not pins:
+                freed = True
+                if node.slots[DEVICE] is not None:
+                    self.pinned_device_blocks -= node.blocks
             node = node.parent
         if freed:
             self.touch_path(extent)

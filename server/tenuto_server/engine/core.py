@@ -13,7 +13,7 @@ from tenuto_server.config import EngineConfig
 from tenuto_server.engine.costs import Costs
 from tenuto_server.engine.journal import Journal
 from tenuto_server.engine.plan import Output
-from tenuto_server.engine.session import Session, SessionTable
+from tenuto_server.engine.session import Pause, Session, SessionTable
 from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.decision import Policy
 from tenuto_server.policy.learned import Learned
@@ -80,18 +80,24 @@ class Core:
         for other in forgotten:
             self.count("sessions_forgotten")
             if (pause := other.pause) is not None and not pause.given_up and not other.ended:
-                self.knowledge.observe_censored(
-                    tenant,
-                    pause.kind,
-                    pause.elapsed_s(self.now_ns),
-                    pause.key,
-                    pause.said,
-                    rhythm=other.rhythm(pause.kind, self.knowledge),
-                    traits=other.traits(pause.kind),
-                )
+                self.give_up(other, pause)
             self.cache.set_tip(other.handle, None)
             self.safeguard.end(other.handle)
         return session
+
+    def give_up(self, session: Session, pause: Pause) -> None:
+        """Counts an open pause as one that never ends, though nobody said so."""
+        pause.given_up = True
+        if self.policy.learns:
+            self.knowledge.observe_censored(
+                session.tenant,
+                pause.kind,
+                pause.elapsed_s(self.now_ns),
+                pause.key,
+                pause.said,
+                rhythm=session.rhythm(pause.kind, self.knowledge),
+                traits=session.traits(pause.kind),
+            )
 
     # ---- views ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,10 @@ no clock and starts no thread; the same calls give the same plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Events
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -49,10 +52,23 @@ class Engine:
         self, config: EngineConfig, policy: Policy, identity: RootIdentity, journal: Sink | None = None
     ) -> None:
         self._core = Core(config, policy, Journal(config.journal_entries_max, journal))
-        self._identity = identity
+        # The root of a tenant's hashes, looked up without hashing the identity each time.
+        self._root: Callable[[str, str], bytes] = lru_cache(maxsize=4096)(identity.root)
         self._keeper = RetentionKeeper(self._core)
         self._scheduler = Scheduler(self._core, self._keeper)
-        self._hints = HintDesk(self._core, self._keeper, lambda tenant: identity.root(tenant))
+        self._hints = HintDesk(self._core, self._keeper, lambda tenant: self._root(tenant, ""))
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            SubmitTurn: self._submit,
+            ForwardDone: self._scheduler.done,
+            TransferDone: self._transferred,
+            StopTurn: self._stop,
+            CancelTurn: self._cancel,
+            PauseInferred: self._inferred,
+            HintBatch: self._hinted,
+            QuerySessions: self._query,
+            TierFailed: self._tier_failed,
+            DiskRecovered: self._recovered,
+        }
         self._next_sequence = 0
         self._sides: list[Session] = []
 
@@ -67,7 +83,7 @@ class Engine:
         core = self._core
         core.begin_step(now_ns)
         for event in events:
-            self._take(event)
+            self._handlers[type(event)](event)
         self._keeper.tend()
         self._scheduler.admit()
         self._scheduler.tend()
@@ -79,41 +95,37 @@ class Engine:
         transfers = tuple(self._transfer(move) for move in moves)
         return StepPlan(forward, transfers, tuple(core.outputs), self._wake_ns(), tuple(dropped))
 
-    def _take(self, event: Event) -> None:
+    def _stop(self, event: StopTurn) -> None:
+        if sequence := self._scheduler.find(event.request_id):
+            self._scheduler.stop(sequence, "stop", event.keep_tokens)
+
+    def _cancel(self, event: CancelTurn) -> None:
+        if sequence := self._scheduler.find(event.request_id):
+            self._core.count("cancelled_blocks", sequence.table.owned if sequence.table else 0)
+            self._scheduler.stop(sequence, "cancelled")
+
+    def _hinted(self, event: HintBatch) -> None:
+        receipts = self._hints.apply(event.tenant, event.envelope)
+        self._core.outputs.append(HintsDone(event.ticket, receipts))
+
+    def _query(self, event: QuerySessions) -> None:
+        self._core.outputs.append(SessionsOut(event.ticket, self._views(event.tenant, event.session)))
+
+    def _tier_failed(self, event: TierFailed) -> None:
         core = self._core
-        match event:
-            case SubmitTurn():
-                self._submit(event)
-            case ForwardDone():
-                self._scheduler.done(event)
-            case TransferDone():
-                self._transferred(event)
-            case StopTurn(request_id, keep):
-                if sequence := self._scheduler.find(request_id):
-                    self._scheduler.stop(sequence, "stop", keep)
-            case CancelTurn(request_id):
-                if sequence := self._scheduler.find(request_id):
-                    core.count("cancelled_blocks", sequence.table.owned if sequence.table else 0)
-                    self._scheduler.stop(sequence, "cancelled")
-            case PauseInferred():
-                self._inferred(event)
-            case HintBatch(ticket, tenant, envelope):
-                core.outputs.append(HintsDone(ticket, self._hints.apply(tenant, envelope)))
-            case QuerySessions(ticket, tenant, name):
-                core.outputs.append(SessionsOut(ticket, self._views(tenant, name)))
-            case TierFailed(tier, writable, reason):
-                core.writable[TIERS.index(tier)] = writable
-                core.count("tier_failures", label=tier)
-                core.journal.write(core.now_ns, "tier", tier=tier, writable=writable, reason=reason)
-            case DiskRecovered(hashes, slots):
-                core.count("disk_blocks_recovered", core.cache.recover_disk(hashes, slots))
+        core.writable[TIERS.index(event.tier)] = event.writable
+        core.count("tier_failures", label=event.tier)
+        core.journal.write(core.now_ns, "tier", tier=event.tier, writable=event.writable, reason=event.reason)
+
+    def _recovered(self, event: DiskRecovered) -> None:
+        self._core.count("disk_blocks_recovered", self._core.cache.recover_disk(event.hashes, event.slots))
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def _submit(self, turn: SubmitTurn) -> None:
         core, config = self._core, self._core.config
         refusal = self._refusal(turn)
-        root = self._identity.root(turn.tenant, turn.salt)
+        root = self._root(turn.tenant, turn.salt)
         session = None
         if refusal is None:
             name = turn.session
@@ -135,7 +147,8 @@ class Engine:
         self._describe(session, turn)
         receipts = self._hints.apply(turn.tenant, turn.hints) if turn.hints is not None else ()
         if not session.active and not turn.warm:
-            self._keeper.end_pause(session, turn.last_role, self._intact(session, turn.tokens))
+            intact = self._intact(session, turn.tokens) if core.policy.learns else None
+            self._keeper.end_pause(session, turn.last_role, intact)
             # Its turn is here: until it is admitted, nothing comes back sooner than what it needs.
             core.cache.set_rate(session.handle, WAITING_RATE)
         if session.root != root:  # another salt: nothing of the old context can match

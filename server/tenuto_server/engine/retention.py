@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 
+from tenuto.wire import PauseKind
 from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
 from tenuto_server.engine.core import Core
 from tenuto_server.engine.session import SECOND_NS, Pause, Session
@@ -64,22 +65,8 @@ class RetentionKeeper:
         if kind == "unknown" and last_role is not None:
             kind = "tool" if last_role in ("tool", "function") else "human"
         elapsed = session.last_pause_s = pause.elapsed_s(core.now_ns)
-        core.knowledge.observe(
-            session.tenant,
-            kind,
-            pause.key,
-            elapsed,
-            pause.said,
-            pause.said_at_s,
-            rhythm=session.rhythm(kind, core.knowledge),
-            given_up=pause.given_up,
-            traits=session.traits(kind),
-            intact=intact,
-        )
-        if pause.end_keep_s == 0.0:
-            core.knowledge.observe_false_end(session.tenant)
-        session.paces[kind] = next_pace(session.paces.get(kind), kind, elapsed)
-        session.last_logs[kind] = math.log(max(elapsed, 1.0))
+        if core.policy.learns:
+            self._teach(session, pause, kind, elapsed, intact)
         session.kinds[kind] = session.kinds.get(kind, 0) + 1
         core.count("pauses", label=kind)
         if session.prefetch:
@@ -91,6 +78,25 @@ class RetentionKeeper:
         session.timer += 1
         self._offloading.pop(session.handle, None)
         self._prefetching.pop(session.handle, None)
+
+    def _teach(self, session: Session, pause: Pause, kind: PauseKind, elapsed: float, intact: float | None) -> None:
+        knowledge = self._core.knowledge
+        knowledge.observe(
+            session.tenant,
+            kind,
+            pause.key,
+            elapsed,
+            pause.said,
+            pause.said_at_s,
+            rhythm=session.rhythm(kind, knowledge),
+            given_up=pause.given_up,
+            traits=session.traits(kind),
+            intact=intact,
+        )
+        if pause.end_keep_s == 0.0:
+            knowledge.observe_false_end(session.tenant)
+        session.paces[kind] = next_pace(session.paces.get(kind), kind, elapsed)
+        session.last_logs[kind] = math.log(max(elapsed, 1.0))
 
     def end_session(self, session: Session, keep_s: float) -> None:
         """The harness is done with a session; its KV is worth keeping for ``keep_s`` more seconds."""
@@ -107,21 +113,13 @@ class RetentionKeeper:
     def evaluate(self, session: Session, why: str) -> Retention | None:
         """Asks the policy about an open pause and enacts the answer."""
         core = self._core
-        view = session.pause_view(core.now_ns, core.knowledge)
-        if view is None or session.active:
+        pause = session.pause
+        if pause is None or session.active:
             return None
+        view = session.pause_view(pause, core.now_ns, core.knowledge if core.policy.learns else None)
         self._pending.pop(session.handle, None)
-        if view.elapsed_s >= GIVE_UP_S and not session.ended and (pause := session.pause) and not pause.given_up:
-            pause.given_up = True
-            core.knowledge.observe_censored(
-                session.tenant,
-                pause.kind,
-                view.elapsed_s,
-                pause.key,
-                pause.said,
-                rhythm=view.rhythm,
-                traits=session.traits(pause.kind),
-            )
+        if view.elapsed_s >= GIVE_UP_S and not session.ended and not pause.given_up:
+            core.give_up(session, pause)
         decision = core.policy.retention(view, core.knowledge, core.system())
         session.retention = decision
         core.cache.set_rate(session.handle, decision.rate)

@@ -145,17 +145,14 @@ class Session:
         until = (self.lease_until_ns - now_ns) / SECOND_NS
         return Lease(until_s=round(until, 3), tier=self.lease_tier, tokens=self.lease_tokens, id=f"L{self.lease_id}")
 
-    def pause_view(self, now_ns: int, knowledge: PauseStats) -> PauseView | None:
-        """What a policy may know of its pause."""
-        pause = self.pause
-        if pause is None:
-            return None
+    def pause_view(self, pause: Pause, now_ns: int, knowledge: PauseStats | None) -> PauseView:
+        """What a policy may know of its open pause; ``knowledge`` None: nothing was learned."""
         return PauseView(
             tenant=self.tenant,
             kind=pause.kind,
             key=pause.key,
             elapsed_s=pause.elapsed_s(now_ns),
-            kind_counts=tuple(sorted(self.kinds.items())),
+            kind_counts=tuple(sorted(self.kinds.items())) if pause.kind == "unknown" else (),
             forecast=pause.forecast,
             forecast_at_s=pause.forecast_at_s,
             resume_at_s=pause.resume_at_s,
@@ -165,7 +162,7 @@ class Session:
             turns=self.turns,
             context_tokens=self.context_tokens,
             recent=self.recent,
-            rhythm=self.rhythm(pause.kind, knowledge),
+            rhythm=self.rhythm(pause.kind, knowledge) if knowledge is not None else None,
         )
 
 

@@ -25,6 +25,7 @@ class Lru:
 
     name: str = "lru"
     hears_hints: bool = False
+    learns: bool = False
 
     def retention(self, pause: PauseView, knowledge: PauseKnowledge, system: SystemView) -> Retention:
         """Nothing is retained on purpose."""

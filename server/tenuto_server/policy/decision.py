@@ -50,6 +50,11 @@ class Policy(Protocol):
         """False: hints are receipted but do not reach the views."""
         ...
 
+    @property
+    def learns(self) -> bool:
+        """False: it asks nothing of ``PauseKnowledge``, so nothing need be taught."""
+        ...
+
     def retention(self, pause: PauseView, knowledge: PauseKnowledge, system: SystemView) -> Retention:
         """Called at a pause's start, at every hint about it, and when ``valid_s`` has passed."""
         ...

@@ -54,6 +54,7 @@ class Continuum(Lru):
     """
 
     name: str = "continuum"
+    learns: bool = True
 
     def retention(self, pause: PauseView, knowledge: PauseKnowledge, system: SystemView) -> Retention:
         """Pins for the best tau."""
@@ -158,6 +159,7 @@ class TokenCake(Lru):
 
     name: str = "tokencake"
     hears_hints: bool = True
+    learns: bool = True
 
     def retention(self, pause: PauseView, knowledge: PauseKnowledge, system: SystemView) -> Retention:
         """Predicts the stall."""

@@ -15,6 +15,7 @@ class Tenuto:
 
     name: str = "tenuto"
     hears_hints: bool = True
+    learns: bool = True
 
     def retention(self, pause: PauseView, knowledge: PauseKnowledge, system: SystemView) -> Retention:
         """See ``retention.decide``."""
