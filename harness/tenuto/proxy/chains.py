@@ -17,6 +17,8 @@ CHAINS_MAX = 512
 _SYSTEM = ("system", "developer")
 _IGNORED = frozenset({"cache_control", "prompt_cache_breakpoint", "output_config"})
 _ITEM_IDS = ("msg_", "fc_", "fco_", "amsg_", "rs_")
+# How the first message after a compaction begins.
+_CONTINUED = ("This session is being continued", "Another language model started")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +36,73 @@ class Prompt:
         return self.head_chars + sum(self.chars)
 
 
-def prompt_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[str], system: Any, size: int = 0) -> Prompt:
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A conversation, message by message. ``lead``: contents of the system messages that it begins with; ``digests`` and
+    ``chars``: of all others; ``opened``: the index of the first message that opens with the summary of an earlier
+    conversation; ``last``: the last message as it was sent, None where that is not known any more."""
+
+    lead: tuple[Any, ...] = ()
+    digests: tuple[int, ...] = ()
+    chars: tuple[int, ...] = ()
+    opened: int | None = None
+    last: Mapping[str, Any] | None = None
+
+    @property
+    def count(self) -> int:
+        """Messages in all."""
+        return len(self.lead) + len(self.digests)
+
+    def cut(self, count: int) -> Items:
+        """The first ``count`` messages."""
+        if count == self.count:
+            return self
+        rest = max(0, count - len(self.lead))
+        opened = self.opened if self.opened is not None and self.opened < count else None
+        return Items(self.lead[:count], self.digests[:rest], self.chars[:rest], opened)
+
+    def plus(self, messages: Sequence[Mapping[str, Any]]) -> Items:
+        """The conversation with more messages behind it."""
+        if not messages:
+            return self
+        lead, first = self.lead, 0
+        if not self.digests:
+            first = next((i for i, m in enumerate(messages) if m.get("role") not in _SYSTEM), len(messages))
+            lead = (*lead, *(m.get("content") for m in messages[:first]))
+        texts = [_canonical(message) for message in messages[first:]]
+        opened = self.opened
+        if opened is None:
+            starts = (i for i, m in enumerate(messages, self.count) if m.get("role") == "user" and _continued(m))
+            opened = next(starts, None)
+        digests, chars = tuple(map(hash, texts)), tuple(map(len, texts))
+        return Items(lead, self.digests + digests, self.chars + chars, opened, messages[-1])
+
+
+def prompt_of(items: Items, tools: Sequence[str], system: Any, size: int = 0) -> Prompt:
     """The digests of a prompt in any dialect. ``size``: bytes of the whole body; what is no message counts as head, as
     the descriptions of tools do, which are not looked at."""
-    lead = next((i for i, m in enumerate(messages) if m.get("role") not in _SYSTEM), len(messages))
-    head = dump([system, [m.get("content") for m in messages[:lead]], tools])
-    texts = [_canonical(message) for message in messages[lead:]]
-    chars = tuple(map(len, texts))
-    return Prompt(hash(head), tuple(map(hash, texts)), chars, max(len(head), size - sum(chars)))
+    head = dump([system, items.lead, tools])
+    return Prompt(hash(head), items.digests, items.chars, max(len(head), size - sum(items.chars)))
+
+
+def first_text(message: Mapping[str, Any]) -> str:
+    """The first text of a message, in any dialect."""
+    content = message.get("content", message.get("parts"))
+    if isinstance(content, str):
+        return content
+    for block in content if isinstance(content, list) else ():
+        text = block.get("text") if isinstance(block, Mapping) else None
+        if isinstance(text, str):
+            return text
+    return ""
 
 
 def shared(old: Prompt, new: Prompt) -> int:
     """Leading messages that both prompts have in common; 0 where system or tools differ."""
     if old.head != new.head:
         return 0
+    if new.messages[: len(old.messages)] == old.messages:
+        return len(old.messages)
     pairs = zip(old.messages, new.messages, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(old.messages), len(new.messages)))
 
@@ -111,3 +166,7 @@ def _block(block: Any) -> Any:
     if isinstance(block, Mapping) and not _IGNORED.isdisjoint(block):
         return {key: value for key, value in block.items() if key not in _IGNORED}
     return block
+
+
+def _continued(message: Mapping[str, Any]) -> bool:
+    return first_text(message).lstrip().startswith(_CONTINUED)

@@ -5,13 +5,14 @@ Fields and markers are those that the clients were seen to send; every one of th
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tenuto.answers import dialect_of
 from tenuto.headers import HeaderError, Identity, read_identity
+from tenuto.proxy.bodies import Reading
+from tenuto.proxy.chains import first_text
 from tenuto.proxy.json_text import parse
 
 RequestKind = Literal["turn", "side", "compaction", "prewarm"]
@@ -27,27 +28,22 @@ _AGENTS = (
 )
 ALWAYS_TOOLS = frozenset({"claude", "codex", "opencode", "qwen", "gemini", "pi"})
 
-# How a request for a summary, and the first request after it, begin.
+# How a request for a summary begins.
 _SUMMARY_OPENING = "CRITICAL: Respond with TEXT ONLY"
 _SUMMARY_INSIDE = "CONTEXT CHECKPOINT COMPACTION"
-_CONTINUED = ("This session is being continued", "Another language model started")
 _TURN_METADATA = "x-codex-turn-metadata"
 _WINDOW = "x-codex-window-id"
-_DECODED_BYTES_MAX = 32 << 20
 _ID_CHARS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What the body tells. ``messages``: items of the conversation; ``tools``: names in order, None without a list.
-
-    ``continued``: the conversation opens with the summary of an earlier one.
-    """
+    """What the body tells. ``tools``: names in order; ``continued``: the conversation opens with the summary of an earlier
+    one."""
 
     kind: RequestKind
     model: str | None
     tools: tuple[str, ...]
-    messages: Sequence[Mapping[str, Any]]
     system: Any
     continued: bool
 
@@ -101,40 +97,19 @@ def window_of(headers: Mapping[str, str]) -> str | None:
     return headers.get(_WINDOW) or None
 
 
-def parse_body(data: bytes, coding: str = "") -> Mapping[str, Any] | None:
-    """The JSON object of a body; None when it is none, or coded in a way that cannot be read here."""
-    if coding in ("gzip", "deflate"):
-        try:
-            inflater = zlib.decompressobj(47)
-            data = inflater.decompress(data, _DECODED_BYTES_MAX)
-        except zlib.error:
-            return None
-    elif coding not in ("", "identity"):
-        return None
-    body = parse(data)
-    return body if isinstance(body, dict) else None
-
-
-def read_content(
-    form: str, headers: Mapping[str, str], body: Mapping[str, Any], client: str | None, path: str = ""
-) -> Content:
-    """Reads a body of the dialect ``form``. Tolerates any shape."""
-    items = body.get({"responses": "input", "gemini": "contents"}.get(form, "messages"))
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    messages = [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
-    system = body.get({"responses": "instructions", "gemini": "systemInstruction"}.get(form, "system"))
+def read_content(reading: Reading, headers: Mapping[str, str], client: str | None, path: str = "") -> Content:
+    """What a body tells, in any dialect. Tolerates any shape."""
+    form, body, items = reading.form, reading.frame, reading.items
     tools = _tool_names(body.get("tools"))
     model = body.get("model")
     if form == "gemini" and ":" in path:
         model = path.partition(":")[0].rsplit("/", 1)[-1]
     return Content(
-        kind=_kind(headers, body, client, messages, tools),
+        kind=_kind(headers, body, client, items.last, tools),
         model=model[:_ID_CHARS_MAX] if isinstance(model, str) and model else None,
         tools=tools,
-        messages=messages,
-        system=system,
-        continued=any(_text(m).lstrip().startswith(_CONTINUED) for m in messages if m.get("role") == "user"),
+        system=body.get({"responses": "instructions", "gemini": "systemInstruction"}.get(form, "system")),
+        continued=items.opened is not None,
     )
 
 
@@ -142,11 +117,11 @@ def _kind(
     headers: Mapping[str, str],
     body: Mapping[str, Any],
     client: str | None,
-    messages: Sequence[Mapping[str, Any]],
+    message: Mapping[str, Any] | None,
     tools: tuple[str, ...],
 ) -> RequestKind:
     declared = _declared_kind(headers, body)
-    last = _text(messages[-1]) if messages and messages[-1].get("role") == "user" else ""
+    last = first_text(message) if message is not None and message.get("role") == "user" else ""
     if declared == "compaction" or last.startswith(_SUMMARY_OPENING) or _SUMMARY_INSIDE in last:
         return "compaction"
     options = body.get("prompt_cache_options")
@@ -175,15 +150,3 @@ def _tool_names(tools: Any) -> tuple[str, ...]:
         inner = declared if isinstance(declared, list) else [tool.get("function") or tool]
         names += [str(t.get("name") or tool.get("type") or "") for t in inner if isinstance(t, Mapping)]
     return tuple(names)
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """The first text of a message, in any dialect."""
-    content = message.get("content", message.get("parts"))
-    if isinstance(content, str):
-        return content
-    for block in content if isinstance(content, list) else ():
-        text = block.get("text") if isinstance(block, Mapping) else None
-        if isinstance(text, str):
-            return text
-    return ""

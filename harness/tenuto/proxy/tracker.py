@@ -19,6 +19,7 @@ from typing import Any
 from tenuto.answers import read_ending
 from tenuto.client import Client
 from tenuto.headers import HINTS_HEADER, HeaderError, Identity, encode_hints, write_identity
+from tenuto.proxy.bodies import Bodies, Reading, decoded
 from tenuto.proxy.chains import Chains, Prompt, prompt_of
 from tenuto.proxy.node import Node
 from tenuto.proxy.reading import (
@@ -27,7 +28,6 @@ from tenuto.proxy.reading import (
     dialect,
     identity_of_body,
     identity_of_headers,
-    parse_body,
     read_content,
     window_of,
 )
@@ -51,6 +51,7 @@ class Ticket:
     scope: str
     client: str | None
     node: Node | None = None
+    reading: Reading | None = None
     content: Content | None = None
     prompt: Prompt | None = None
     studied: bool = False
@@ -79,6 +80,7 @@ class Tracker:
         self._run_key = run_key
         self.attended = True  # a person watches, as far as is known
         self._chains = Chains()
+        self._bodies = Bodies()
         self._speakers: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._token = secrets.token_hex(3)
         self._made = 0
@@ -112,7 +114,9 @@ class Tracker:
                 return
             if content.kind in ("prewarm", "side") or (content.kind == "turn" and node.tools and not content.tools):
                 return  # it shares the session's name, but is no turn of it
-            prompt = ticket.prompt or _prompt(ticket, content)
+            if ticket.reading is not None:
+                self._bodies.keep(ticket.scope, node.name, ticket.reading)
+            prompt = ticket.prompt or self._prompt(ticket, content)
             window = window_of(ticket.headers)
             ticket.counts = True
             if node.parent is not None:
@@ -184,6 +188,7 @@ class Tracker:
             node.end_pause(learn=False)
             node.session.end(keep_s)
             self._chains.drop(node.name)
+            self._bodies.drop(node.scope, node.name)
             self.nodes.pop((node.scope, node.name), None)
             for child in [n for n in self.nodes.values() if n.parent is node]:
                 self.end(child, None)
@@ -247,27 +252,29 @@ class Tracker:
 
     def _content(self, ticket: Ticket) -> Content | None:
         if ticket.content is None and ticket.body:
-            body = parse_body(ticket.body, ticket.headers.get("content-encoding", ""))
-            if body is not None:
-                ticket.content = read_content(ticket.form, ticket.headers, body, ticket.client, ticket.path)
+            data = decoded(ticket.body, ticket.headers.get("content-encoding", ""))
+            ticket.reading = self._bodies.read(ticket.scope, ticket.form, data) if data is not None else None
+            if ticket.reading is not None:
+                ticket.content = read_content(ticket.reading, ticket.headers, ticket.client, ticket.path)
         return ticket.content
+
+    def _prompt(self, ticket: Ticket, content: Content) -> Prompt:
+        assert ticket.reading is not None
+        return prompt_of(ticket.reading.items, content.tools, content.system, len(ticket.reading.data))
 
     def _name(self, ticket: Ticket) -> None:
         identity = identity_of_headers(ticket.headers)
         if identity.session is None and ticket.body:
-            body = parse_body(ticket.body, ticket.headers.get("content-encoding", ""))
-            if body is None:
+            if self._content(ticket) is None or ticket.reading is None:
                 return
-            ticket.content = read_content(ticket.form, ticket.headers, body, ticket.client, ticket.path)
-            identity = identity_of_body(body)
+            identity = identity_of_body(ticket.reading.frame)
         key = api_key(ticket.headers)
         if self._speaks_for_itself(ticket, identity):
             return
         if identity.session is not None:
             ticket.node = self.make(ticket.scope, key, identity, ticket.client)
         elif ticket.content is not None and ticket.content.kind != "side":
-            content = ticket.content
-            ticket.prompt = _prompt(ticket, content)
+            ticket.prompt = self._prompt(ticket, ticket.content)
             ticket.node = self._infer(ticket, ticket.prompt, key)
 
     def _speaks_for_itself(self, ticket: Ticket, identity: Identity) -> bool:
@@ -311,10 +318,6 @@ class Tracker:
             except HeaderError:
                 sender.lose_carried(envelope)
         return headers
-
-
-def _prompt(ticket: Ticket, content: Content) -> Prompt:
-    return prompt_of(content.messages, content.tools, content.system, len(ticket.body))
 
 
 def api_key(headers: Mapping[str, str]) -> str | None:

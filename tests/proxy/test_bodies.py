@@ -1,0 +1,192 @@
+"""Bodies read piece by piece against the same bodies read as a whole: nothing may differ but the work."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.proxy import bodies as module
+from tenuto.proxy.bodies import Bodies, Reading, decoded
+
+from .conftest import recorded
+
+# Everything that means something in JSON, inside strings: none of it may be taken for structure.
+TEXT = st.text(alphabet='[]{}",\\:ab\u00e9\n ', max_size=12)
+VALUE = st.recursive(TEXT | st.integers() | st.none(), lambda v: st.lists(v, max_size=3), max_leaves=4)
+BLOCK = st.fixed_dictionaries({"type": st.just("text"), "text": TEXT})
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT | st.lists(BLOCK, max_size=3)},
+    optional={"extra": VALUE, "name": TEXT},
+)
+FIELDS = st.dictionaries(st.sampled_from(["model", "tools", "stop", "metadata", 'odd"]', "x"]), VALUE, max_size=4)
+STYLE = st.sampled_from([(",", ":", None), (", ", ": ", None), (",", ": ", 2)])
+
+
+def encode(before: Any, messages: Any, after: Any, style: Any, form: str = "messages") -> bytes:
+    body = {**before, form: messages, **{k: v for k, v in after.items() if k not in before}}
+    return json.dumps(body, separators=style[:2], indent=style[2], ensure_ascii=False).encode()
+
+
+def told(reading: Reading | None, name: str = "messages") -> Any:
+    """What a reading says, without how it came about."""
+    assert reading is not None
+    frame = {key: None if key == name else value for key, value in reading.frame.items()}
+    return frame, replace(reading.items, last=None), reading.items.last
+
+
+@settings(max_examples=200, deadline=None)
+@given(FIELDS, st.lists(st.lists(MESSAGE, max_size=3), min_size=1, max_size=5), FIELDS, STYLE)
+def test_a_growing_conversation_reads_as_a_whole_does(before: Any, turns: Any, after: Any, style: Any) -> None:
+    known = Bodies()
+    messages: list[Any] = []
+    for turn in turns:
+        messages = messages + turn
+        data = encode(before, messages, after, style)
+        reading = known.read("s", "messages", data)
+        assert told(reading) == told(Bodies().read("s", "messages", data))
+        assert reading is not None
+        known.keep("s", "c", reading)
+
+
+@settings(max_examples=200, deadline=None)
+@given(FIELDS, st.lists(MESSAGE, min_size=1, max_size=4), FIELDS, STYLE, st.data())
+def test_any_other_change_reads_as_a_whole_does(before: Any, messages: Any, after: Any, style: Any, data: Any) -> None:
+    """History rewritten, cut or changed, fields changed: never anything of the old body where the new one differs."""
+    known = Bodies()
+    longer = messages + data.draw(st.lists(MESSAGE, max_size=2))
+    for sent in (messages, longer):
+        reading = known.read("s", "messages", encode(before, sent, after, style))
+        assert reading is not None
+        known.keep("s", "c", reading)
+    changed = data.draw(
+        st.one_of(
+            st.just((before, longer[:-1], after)),
+            st.just((after, longer, before)),
+            st.tuples(st.just(before), st.lists(MESSAGE, max_size=4), st.just(after)),
+            st.tuples(FIELDS, st.just(longer), st.just(after)),
+            st.tuples(st.just(before), st.just([*longer[:-1], *data.draw(st.lists(MESSAGE, max_size=2))]), FIELDS),
+        )
+    )
+    sent = encode(*changed, style)
+    assert told(known.read("s", "messages", sent)) == told(Bodies().read("s", "messages", sent))
+
+
+@pytest.mark.parametrize(
+    ("folder", "form", "name"),
+    [
+        ("claude-code-2.1.332/tool_roundtrip", "messages", "messages"),
+        ("qwen-code-0.24.4/tool_roundtrip", "chat", "messages"),
+        ("codex-0.171.0/tool_roundtrip", "responses", "input"),
+        ("opencode-1.18.33/tool_roundtrip_chat", "chat", "messages"),
+        ("mini-swe-agent-2.4.6/tool_roundtrip", "chat", "messages"),
+    ],
+)
+def test_recorded_conversations(folder: str, form: str, name: str) -> None:
+    known = Bodies()
+    for record in recorded(folder):
+        if record["method"] != "POST":
+            continue
+        data = json.dumps(record["body"], ensure_ascii=False, separators=(",", ":")).encode()
+        reading = known.read("s", form, data)
+        assert told(reading, name) == told(Bodies().read("s", form, data), name)
+        assert reading is not None
+        known.keep("s", "c", reading)
+
+
+def turn(number: int, size: int = 1000) -> bytes:
+    messages = [{"role": "user", "content": f"{n} " + "x" * size} for n in range(number)]
+    return json.dumps({"model": "m", "messages": messages, "tools": [{"name": "t"}]}).encode()
+
+
+def test_only_what_is_new_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+
+    def count(data: bytes) -> Any:
+        parsed.append(len(data))
+        return json.loads(data)
+
+    monkeypatch.setattr(module, "parse", count)
+    known = Bodies()
+    for number in range(100, 110):
+        reading = known.read("s", "chat", turn(number))
+        assert reading is not None
+        assert reading.items.count == number
+        known.keep("s", "c", reading)
+    whole, *rest = parsed
+    assert whole == len(turn(100))
+    assert sum(rest) < 9 * 1100 + 100  # nine messages, and once what follows the last one
+
+
+def test_a_marker_that_moves_on_costs_two_turns_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claude Code marks the last message of each request: what was the last one then reads differently now."""
+    parsed: list[int] = []
+    inner = module.parse
+    monkeypatch.setattr(module, "parse", lambda data: (parsed.append(len(data)), inner(data))[1])
+    known = Bodies()
+    for number in range(50, 60):
+        messages: list[Any] = [
+            {"role": "user", "content": [{"type": "text", "text": "x" * 1000}]} for _ in range(number)
+        ]
+        messages[-1]["content"][0]["cache_control"] = {"type": "ephemeral"}
+        data = json.dumps({"messages": messages, "model": "m"}).encode()
+        reading = known.read("s", "messages", data)
+        assert told(reading) == told(Bodies().read("s", "messages", data))
+        assert reading is not None
+        known.keep("s", "c", reading)
+    mine = [size for size in parsed if size < 40_000]
+    assert len(mine) >= 7  # the first two are read whole, and each comparison above
+
+
+def test_conversations_of_others_are_not_looked_at() -> None:
+    known = Bodies()
+    reading = known.read("mine", "chat", turn(3))
+    assert reading is not None
+    known.keep("mine", "c", reading)
+    other = known.read("theirs", "chat", turn(4))
+    assert other is not None
+    assert other.ends == ()
+
+
+def test_what_is_kept_is_bounded() -> None:
+    known = Bodies(limit=3, bytes_max=10_000)
+    for number in range(10):
+        reading = known.read("s", "chat", turn(1 + number % 4, 1000 + number))
+        assert reading is not None
+        known.keep("s", f"c{number}", reading)
+        assert len(known._latest) <= 3
+        assert known._bytes == sum(len(r.data) for r in known._latest.values()) <= 10_000
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"7", b'{"messages": [', b"\xff\xfe", b'{"messages": 5}', b"{}"])
+def test_what_is_no_conversation_is_read_or_left(data: bytes) -> None:
+    known = Bodies()
+    reading = known.read("s", "chat", data)
+    if reading is not None:
+        assert reading.items.count == 0
+        known.keep("s", "c", reading)
+        assert known.read("s", "chat", data) is not None
+
+
+def test_content_codings() -> None:
+    zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
+    plain = turn(3)
+    assert decoded(plain, "") == decoded(plain, "identity") == plain
+    assert decoded(gzip.compress(plain), "gzip") == plain
+    assert decoded(zstandard.compress(plain), "zstd") == plain
+    streamed = zstandard.ZstdCompressor().compressobj()  # without its size in the head, as a stream is
+    assert decoded(streamed.compress(plain) + streamed.flush(), "zstd") == plain
+    for coding in ("gzip", "zstd", "deflate", "br"):
+        assert decoded(b"no such thing", coding) is None
+
+
+def test_a_bomb_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
+    monkeypatch.setattr(module, "DECODED_BYTES_MAX", 1000)
+    for squeezed, coding in ((gzip.compress(bytes(5000)), "gzip"), (zstandard.compress(bytes(5000)), "zstd")):
+        assert decoded(squeezed, coding) is None
