@@ -19,6 +19,7 @@ from tenuto_server.model.transformer import Transformer
 from tenuto_server.runtime.batch import BatchBuilder
 from tenuto_server.runtime.disk import DiskTier
 from tenuto_server.runtime.grammar import GrammarBook
+from tenuto_server.runtime.graphs import decode_graphs
 from tenuto_server.runtime.kv_store import KVStore
 from tenuto_server.runtime.sampler import sample
 from tenuto_server.runtime.transfer import Transfers
@@ -65,6 +66,7 @@ class TorchExecutor:
             disk_bytes_per_s=disk_bytes_per_s,
             stuck_s=stuck_s,
         )
+        self._graphs = decode_graphs(transformer, self.store.device_pool)
         self._batches = BatchBuilder(block_tokens, device_blocks, transformer.device)
         self._counts = {"forwards": 0, "rows": 0, "tokens": 0, "blocks_copied": 0, "model_ns": 0, "forward_ns": 0}
 
@@ -80,7 +82,9 @@ class TorchExecutor:
         if plan.rows:
             batch = self._batches.build(plan)
             computing = time.perf_counter_ns()
-            logits = self.transformer.forward(batch, pool)
+            graphs = self._graphs
+            captured = graphs is not None and graphs.takes(batch)
+            logits = graphs.forward(batch) if graphs and captured else self.transformer.forward(batch, pool)
             self._counts["model_ns"] += time.perf_counter_ns() - computing
             rows = [each for row in plan.rows if row.sample for each in _draws(row)]
             if self.grammars is not None:
@@ -133,6 +137,7 @@ class TorchExecutor:
             "device_blocks": len(self.store.device_pool),
             "host_blocks": len(self.store.host_sums),
             "host_checksums": self.store.checksums,
+            **({"decode_graphs": self._graphs.health()} if self._graphs is not None else {}),
             **self._counts,
             **self.transfers.health(),
         }

@@ -65,7 +65,7 @@ class KVStore:
             return
         with self._side_stream(after):
             for first, last, at in _host_runs(slots, out_slots):
-                gather_blocks(self.device_pool, self._index(slots[first:last]), out[at : at + last - first])
+                gather_blocks(self.device_pool, _index(slots[first:last]), out[at : at + last - first])
 
     def to_device(
         self, src: torch.Tensor, src_slots: Slots | None, slots: Slots, after: torch.cuda.Event | None
@@ -79,10 +79,7 @@ class KVStore:
             return
         with self._side_stream(after):
             for first, last, at in _host_runs(slots, src_slots):
-                scatter_blocks(self.device_pool, self._index(slots[first:last]), src[at : at + last - first])
-
-    def _index(self, slots: Slots) -> torch.Tensor:
-        return torch.from_numpy(slots.astype(np.int64)).to(self.device)
+                scatter_blocks(self.device_pool, _index(slots[first:last]), src[at : at + last - first])
 
     @contextlib.contextmanager
     def _side_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
@@ -106,6 +103,11 @@ class KVStore:
 def as_bytes(blocks: torch.Tensor) -> Bytes:
     """A contiguous host tensor of blocks as uint8 [n, block_bytes], sharing its memory."""
     return blocks.view(len(blocks), -1).view(torch.uint8).numpy()
+
+
+def _index(slots: Slots) -> torch.Tensor:
+    """Stays on the host: its values steer copies, and reading them back from the device would wait for it."""
+    return torch.from_numpy(slots.astype(np.int64))
 
 
 def _host_runs(slots: Slots, host_slots: Slots | None) -> list[tuple[int, int, int]]:
