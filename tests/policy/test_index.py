@@ -240,7 +240,7 @@ def test_what_was_looked_at_is_a_distribution(middle: float, sigma: float, lengt
     quantiles = tuple(sorted(lengths))
     if Looked.fits(quantiles, middle, sigma):
         part = Looked(quantiles, middle, sigma)
-        edges = part.edges()
+        edges = sorted(part.log_edges())
         values = part.cdf(edges)
         assert edges == sorted(edges)
         assert values == sorted(values)

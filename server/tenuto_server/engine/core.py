@@ -47,6 +47,7 @@ class Core:
         self.counters: defaultdict[str, int] = defaultdict(int)
         self.labelled: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.writable = {DEVICE: True, HOST: True, DISK: True}
+        self._cost: CostView | None = None
         self._system: SystemView | None = None
         self._system_before: SystemView | None = None
 
@@ -125,32 +126,31 @@ class Core:
                 for tier in (DEVICE, HOST, DISK)
                 if pools[tier].capacity and self.writable[tier]
             )
-            costs, config = self.costs, self.config
-            self._system = SystemView(
-                tiers,
-                CostView(
-                    costs.prefill_a_s,
-                    costs.prefill_b_s,
-                    costs.waiting,
-                    config.cache.block_tokens,
-                    config.block_bytes,
-                    config.step_overhead_s,
-                ),
-                self.safeguard.trust,
-            )
+            self._system = SystemView(tiers, self._costs_now(), self.safeguard.trust)
         return self._system
+
+    def _costs_now(self) -> CostView:
+        costs, config, last = self.costs, self.config, self._cost
+        now = (costs.prefill_a_s, costs.prefill_b_s, costs.waiting)
+        if last is None or now != (last.prefill_a_s, last.prefill_b_s, last.waiting):
+            rest = (config.cache.block_tokens, config.block_bytes, config.step_overhead_s)
+            self._cost = last = CostView(*now, *rest)
+        return last
 
     def view(self, extent: Extent, leaving: int | None = None) -> ExtentView:
         """An extent as a policy sees it; ``leaving``: as if it had left that tier already."""
-        held = [slots is not None and tier != leaving for tier, slots in enumerate(extent.slots)]
+        device, host, disk = extent.slots
+        held = (device is not None) + 2 * (host is not None) + 4 * (disk is not None)
+        if leaving is not None:
+            held &= ~(1 << leaving)
         return ExtentView(
-            extent.start * self.config.cache.block_tokens,
+            extent.start * self.cache.block_tokens,
             extent.blocks,
             extent.users,
             extent.rate / RATE_PARTS,
             extent.last_used_s,
             extent.uses,
-            _ON[held[DEVICE] + 2 * held[HOST] + 4 * held[DISK]],
+            _ON[held],
         )
 
     # ---- doors ---------------------------------------------------------------------------------------------------

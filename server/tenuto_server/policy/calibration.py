@@ -166,9 +166,9 @@ class PauseStats:
 
         The same tuple is returned until a level below it has grown by about a tenth.
         """
-        chain = [node for node, _ in self._chain(tenant, kind, key, rhythm)]
-        deepest = chain[-1]
-        stamp = tuple(node.lengths.epoch for node in chain)
+        chain = self._chain(tenant, kind, key, rhythm)
+        deepest = chain[-1][0]
+        stamp = tuple([node.lengths.epoch for node, _ in chain])
         if deepest.stamp != stamp:
             deepest.quantiles = quantiles_of(self._masses(tenant, kind, key, rhythm), QUANTILES, TAIL_HALVINGS)
             deepest.stamp = stamp
@@ -340,20 +340,21 @@ class PauseStats:
 
     def _chain(
         self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None
-    ) -> Iterator[tuple[_Node, float]]:
+    ) -> list[tuple[_Node, float]]:
         """The levels that exist, from general to particular, with the pseudo-count of what lies above each."""
-        yield self._kinds[kind], _K_KIND
+        chain = [(self._kinds[kind], _K_KIND)]
         node = self._tenants.get((tenant, kind))
         if node is not None:
-            yield node, _K_TENANT
+            chain.append((node, _K_TENANT))
         if key is not None:
             node = self._keys.get((tenant, kind, key))
             if node is not None:
-                yield node, _K_KEY
+                chain.append((node, _K_KEY))
         if rhythm is not None:
             node = self._keys.get((tenant, kind, _rhythm_key(key, rhythm)))
             if node is not None:
-                yield node, _K_RHYTHM
+                chain.append((node, _K_RHYTHM))
+        return chain
 
     def _masses(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> list[float]:
         masses = list(_PRIOR[kind])

@@ -11,11 +11,14 @@ cell, which begins at 0, is uniform.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import erf, exp, inf, log, pi, sqrt
+from operator import mul, sub, truediv
 from typing import TypeAlias
 
 from tenuto.wire import Forecast
@@ -64,21 +67,20 @@ class LogNormal:
             (1.0 - WIDE_SHARE) * narrow / _SQRT2PI + WIDE_SHARE * exp(-0.5 * (d / wide) ** 2) / (wide * _SQRT2PI)
         )
 
-    def edges(self) -> list[float]:
-        """Cell edges in seconds, ascending."""
+    def log_edges(self) -> dict[float, float]:
+        """Cell edges in seconds, each with its logarithm."""
         wide, sigma = self.wide, self.sigma
         reach = _Z_NARROW[-1] * sigma
         offsets = [z * sigma for z in _Z_NARROW]
         offsets += [z * wide for z in _Z_WIDE if abs(z * wide) > reach]
-        offsets.sort()
-        return [exp(self.log_median + offset) for offset in offsets]
+        return {exp(self.log_median + offset): self.log_median + offset for offset in offsets}
 
-    def cdf(self, edges: Sequence[float]) -> list[float]:
-        """P(R <= t) at each of ``edges`` (> 0 seconds)."""
+    def cdf(self, edges: Sequence[float], logs: Sequence[float] | None = None) -> list[float]:
+        """P(R <= t) at each of ``edges`` (> 0 seconds), whose logarithms are ``logs`` where known."""
         narrow, wide, median = 1.0 / (self.sigma * _SQRT2), 1.0 / (self.wide * _SQRT2), self.log_median
         out = []
-        for edge in edges:
-            d = log(edge) - median
+        for at in logs or map(log, edges):
+            d = at - median
             out.append(0.5 + 0.5 * ((1.0 - WIDE_SHARE) * erf(d * narrow) + WIDE_SHARE * erf(d * wide)))
         return out
 
@@ -95,40 +97,58 @@ class Empirical:
     quantiles: tuple[float, ...]
     after_s: float = 0.0
 
+    def __hash__(self) -> int:
+        # Of seventy numbers a few tell as much as all: equal parts have equal ones.
+        values = self.quantiles
+        return hash((values[0], values[len(values) // 2], values[-1], self.after_s))
+
     def survival(self) -> float:
         """P(R > after_s)."""
-        return 1.0 - _interpolate(*_points(self.quantiles), self.after_s)
+        shape = _shape(self.quantiles)
+        return 1.0 - _interpolate(shape.times, shape.mass, self.after_s)
 
-    def edges(self) -> list[float]:
-        """Cell edges in seconds, ascending."""
-        times, _ = _points(self.quantiles)
+    def log_edges(self) -> dict[float, float]:
+        """Cell edges in seconds, each with its logarithm."""
+        shape = _shape(self.quantiles)
         if not self.after_s:
-            return list(times[1:])
+            return shape.log_of
+        times = shape.times
         rest = [time - self.after_s for time in times[bisect_right(times, self.after_s) :]]
         # Counted from a later start the density does not rise towards 0: no logarithmic cells there.
         while len(rest) > 2 and rest[1] > 1.6 * rest[0]:
             rest.pop(0)
         # Past everything ever seen: the power law goes on from where the pause is now.
-        return rest or [self.after_s * (2.0**i - 1.0) for i in range(1, _TAIL_DOUBLINGS + 1)]
+        rest = rest or [self.after_s * (2.0**i - 1.0) for i in range(1, _TAIL_DOUBLINGS + 1)]
+        return {edge: log(edge) for edge in rest}
 
-    def cdf(self, edges: Sequence[float]) -> list[float]:
-        """P(R <= after_s + t | R > after_s) at each of ``edges`` (> 0 seconds, ascending)."""
-        times, mass = _points(self.quantiles)
+    def cdf(self, edges: Sequence[float], logs: Sequence[float] | None = None) -> list[float]:
+        """P(R <= after_s + t | R > after_s) at each of ``edges`` (> 0 seconds, ascending), whose logarithms are ``logs`` where known."""
+        shape = _shape(self.quantiles)
+        if self.after_s:
+            return self._cdf_after(shape, edges)
+        times, mass, starts, number = shape.times, shape.mass, shape.starts, shape.number_of.get
+        out = []
+        for edge, at in zip(edges, logs or map(log, edges), strict=True):
+            i = number(edge)  # its own edges, mostly
+            if i is None:
+                i = bisect_right(times, edge)
+                if i < 2 or i == len(times):
+                    share = edge / times[1] if i < 2 else 0.0
+                else:
+                    share = (at - starts[i - 1]) / (starts[i] - starts[i - 1])
+                below = mass[i - 1]
+                out.append(below + share * (mass[i] - below) if share else below)
+            else:
+                out.append(mass[i])
+        return out
+
+    def _cdf_after(self, shape: _Shape, edges: Sequence[float]) -> list[float]:
+        times, mass = shape.times, shape.mass
         before = _interpolate(times, mass, self.after_s)
         if before >= 1.0:
             return [1.0 - self.after_s / (self.after_s + edge) for edge in edges]
-        out, i, last = [], 1, len(times) - 1
         scale = 1.0 / (1.0 - before)
-        for edge in edges:
-            time = edge + self.after_s
-            while i < last and times[i] < time:
-                i += 1
-            if times[i] <= time:  # its own edges, mostly
-                out.append((mass[i] - before) * scale)
-                continue
-            share = _share_of_cell(times[i - 1], times[i], time)
-            out.append((mass[i - 1] + share * (mass[i] - mass[i - 1]) - before) * scale)
-        return out
+        return [(_interpolate(times, mass, edge + self.after_s) - before) * scale for edge in edges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,35 +161,41 @@ class Looked:
     log_middle: float
     sigma: float
 
+    def __hash__(self) -> int:
+        return hash((self.quantiles[0], self.quantiles[-1], self.log_middle, self.sigma))
+
     @classmethod
     def fits(cls, quantiles: tuple[float, ...], log_middle: float, sigma: float) -> bool:
         """Whether such a look is at anything observed: within 4 sigma of it (the power-law tail counts)."""
-        times, _ = _points(quantiles)
-        return log(0.25 * times[1]) - 4.0 * sigma < log_middle < log(times[-1]) + 4.0 * sigma
+        starts = _shape(quantiles).starts
+        return starts[0] - 4.0 * sigma < log_middle < starts[-1] + 4.0 * sigma
 
-    def edges(self) -> list[float]:
-        """Cell edges in seconds, ascending."""
-        times, _ = _points(self.quantiles)
-        seen = [exp(self.log_middle + 2.0 * z * self.sigma) for z in _Z_WIDE]
-        return sorted({*times[1:], *(edge for edge in seen if 0.1 * times[1] < edge < times[-1])})
+    def log_edges(self) -> dict[float, float]:
+        """Cell edges in seconds, each with its logarithm."""
+        shape = _shape(self.quantiles)
+        low, high = log(0.1 * shape.times[1]), shape.starts[-1]
+        middle, step = self.log_middle, 2.0 * self.sigma
+        logs = [at for z in _Z_WIDE if low < (at := middle + step * z) < high]
+        return {**dict(zip(map(exp, logs), logs, strict=True)), **shape.log_of}
 
-    def cdf(self, edges: Sequence[float]) -> list[float]:
-        """P(R <= t) at each of ``edges`` (> 0 seconds, ascending)."""
-        starts, density = _density(self.quantiles)
+    def cdf(self, edges: Sequence[float], logs: Sequence[float] | None = None) -> list[float]:
+        """P(R <= t) at each of ``edges`` (> 0 seconds, ascending), whose logarithms are ``logs`` where known."""
+        shape = _shape(self.quantiles)
+        starts, density, number = shape.starts, shape.density, shape.number_of.get
         scale, middle = 1.0 / (self.sigma * _SQRT2), self.log_middle
         # At most 4 sigma off, differences of erf are exact enough.
         seen = [erf((start - middle) * scale) for start in starts]
-        sums, total = [0.0], 0.0
-        for height, low, high in zip(density, seen, seen[1:], strict=False):
-            total += height * (high - low)
-            sums.append(total)
-        out, i, last = [], 0, len(density) - 1
-        for edge in edges:
-            at = log(edge)
-            while i < last and starts[i + 1] < at:
-                i += 1
-            inside = density[i] * (erf((at - middle) * scale) - seen[i]) if at > starts[i] else 0.0
-            out.append(min(1.0, (sums[i] + inside) / total))
+        sums = list(accumulate(map(mul, density, map(sub, seen[1:], seen)), initial=0.0))
+        total, last = sums[-1], len(density) - 1
+        out = []
+        for edge, at in zip(edges, logs or map(log, edges), strict=True):
+            i = number(edge)
+            if i is None:
+                i = min(last, bisect_left(starts, at, 1) - 1)
+                inside = density[i] * (erf((at - middle) * scale) - seen[i]) if at > starts[i] else 0.0
+                out.append(min(1.0, (sums[i] + inside) / total))
+            else:
+                out.append(sums[i] / total)
         return out
 
 
@@ -178,9 +204,38 @@ Component: TypeAlias = tuple[float, float, Part]
 """(weight in the mixture, probability of any return at all, distribution of the length if it returns)."""
 
 
-@lru_cache(maxsize=1024)
-def _points(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The distribution function as points (seconds, probability), from (0, 0) to the end of the power-law tail."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What is derived of a list of quantiles. ``times``, ``mass``: the distribution function as points (seconds,
+    probability), from (0, 0) to the end of the power-law tail. ``starts``, ``density``: log seconds where cells begin and the
+    last ends, and mass per log second in each: what comes before the first quantile spreads evenly over the two octaves
+    under it. ``number_of``, ``log_of``: the place of a time in the former two, and its logarithm."""
+
+    times: tuple[float, ...]
+    mass: tuple[float, ...]
+    starts: tuple[float, ...]
+    density: tuple[float, ...]
+    number_of: dict[float, int]
+    log_of: dict[float, float]
+
+
+_shapes: OrderedDict[int, tuple[tuple[float, ...], _Shape]] = OrderedDict()
+_SHAPES_MAX = 1024
+
+
+def _shape(quantiles: tuple[float, ...]) -> _Shape:
+    """The shape of quantiles, remembered for the very tuple: whoever knows them hands out the same one while it holds."""
+    known = _shapes.get(id(quantiles))
+    if known is not None:
+        return known[1]  # the tuple is held here, so nothing else can have its identity
+    shape = _derive(quantiles)
+    _shapes[id(quantiles)] = quantiles, shape
+    if len(_shapes) > _SHAPES_MAX:
+        _shapes.popitem(last=False)
+    return shape
+
+
+def _derive(quantiles: tuple[float, ...]) -> _Shape:
     n = min(EVEN, len(quantiles))
     times, mass = [0.0], [0.0]
     left = 1.0
@@ -194,16 +249,15 @@ def _points(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[floa
         times.append(times[-1] * 2.0)
         mass.append(1.0 - left)
     mass[-1] = 1.0
-    return tuple(times), tuple(mass)
-
-
-@lru_cache(maxsize=1024)
-def _density(quantiles: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(log seconds where cells begin and the last ends, mass per log second in each): what comes before the first quantile
-    spreads evenly over the two octaves under it."""
-    times, mass = _points(quantiles)
     starts = (log(0.25 * times[1]), *(log(time) for time in times[1:]))
-    return starts, tuple((mass[i] - mass[i - 1]) / (starts[i] - starts[i - 1]) for i in range(1, len(times)))
+    return _Shape(
+        tuple(times),
+        tuple(mass),
+        starts,
+        tuple((mass[i] - mass[i - 1]) / (starts[i] - starts[i - 1]) for i in range(1, len(times))),
+        {time: i for i, time in enumerate(times)},
+        dict(zip(times[1:], starts[1:], strict=True)),
+    )
 
 
 def _share_of_cell(start: float, end: float, time: float) -> float:
@@ -332,23 +386,34 @@ class Curve:
         return max(elapsed_s, start * (end / start) ** part if start > 0.0 else end * part)
 
 
+_Cells: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+
+
 @lru_cache(maxsize=512)
-def _cells(components: tuple[Component, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The mixture on the union of its parts' edges: (edges in seconds, first 0; P(R <= edge))."""
-    raw = sorted({edge for weight, _, part in components if weight > 0.0 for edge in part.edges()})
-    # Of a cluster of edges only the first and the last matter: what lies between them is one narrow cell.
-    edges = [
-        edge
-        for before, edge, after in zip([0.0, *raw], raw, [*raw[1:], inf], strict=False)
-        if edge > before * 1.0005 or after > edge * 1.0005
-    ]
+def _cells(components: tuple[Component, ...]) -> _Cells:
+    """The mixture on the union of its parts' edges: (edges in seconds, first 0; their logarithms, nothing for the first;
+    P(R <= edge))."""
+    found: dict[float, float] = {}
+    for weight, _, part in components:
+        if weight > 0.0:
+            found.update(part.log_edges())
+    raw = sorted(found)
+    edges = raw
+    if min(map(truediv, raw[1:], raw), default=inf) <= 1.0005:
+        # Of a cluster of edges only the first and the last matter: what lies between them is one narrow cell.
+        edges = [
+            edge
+            for before, edge, after in zip([0.0, *raw], raw, [*raw[1:], inf], strict=False)
+            if edge > before * 1.0005 or after > edge * 1.0005
+        ]
+    logs = [found[edge] for edge in edges]
     mass = [0.0] * len(edges)
     for weight, p_return, part in components:
         if weight > 0.0:
-            values = part.cdf(edges)
+            values = part.cdf(edges, logs)
             scale = weight * p_return / values[-1]
             mass = [m + scale * v for m, v in zip(mass, values, strict=True)]
-    return (0.0, *edges), (0.0, *mass)
+    return (0.0, *edges), (-inf, *logs), (0.0, *mass)
 
 
 @lru_cache(maxsize=2048)
@@ -357,31 +422,36 @@ def mixture(components: tuple[Component, ...], end_mass: float | None = None) ->
 
     ``end_mass`` replaces the mass of never returning (None: what the returns leave of 1).
     """
-    edges, mass = _cells(components)
+    edges, logs, mass = _cells(components)
     total = mass[-1]
     never = max(0.0, 1.0 - total) if end_mass is None else end_mass
     alive = total + never
     n = len(edges)
-    area, scales = [0.0] * n, [0.0] * n
-    for i in range(1, n):
-        start, end, left, in_cell = edges[i - 1], edges[i], alive - mass[i - 1], mass[i] - mass[i - 1]
-        # As _area_of_cell, whose logarithm the hazard needs again.
-        width = end - start
-        ratio = log(end / start) if start > 0.0 else 0.0
-        if width <= 1e-6 * end or start <= 0.0:
-            area[i] = area[i - 1] + (left - 0.5 * in_cell) * width
+    # As _area_of_cell, whose logarithm the hazard needs again. The first cell begins at 0.
+    start, gone, sofar = edges[1], mass[1], (alive - 0.5 * mass[1]) * edges[1]
+    area, scales = [0.0, sofar], [start]
+    for end, ratio, held in zip(edges[2:], map(sub, logs[2:], logs[1:]), mass[2:], strict=False):
+        width, in_cell = end - start, held - gone
+        if width <= 1e-6 * end:
+            sofar += (alive - gone - 0.5 * in_cell) * width
         else:
-            area[i] = area[i - 1] + left * width - in_cell * (end - width / ratio)
-        scales[i - 1] = ratio * start if start > 0.0 else end
+            sofar += (alive - gone) * width - in_cell * (end - width / ratio)
+        area.append(sofar)
+        scales.append(ratio * start)
+        start, gone = end, held
     index, slope, reach = [0.0] * n, [0.0] * n, [n - 1] * n
+    later_mass, later_area, later_slope = mass[n - 1], area[n - 1], 0.0
     for i in range(n - 2, -1, -1):
         j, begun, gone = i + 1, area[i], mass[i]
-        in_cell, left, spent = mass[j] - gone, alive - gone, area[j] - begun
+        in_cell, left, spent = later_mass - gone, alive - gone, later_area - begun
         hazard = in_cell / (scales[i] * (left if left > 1e-300 else 1e-300))
         best = in_cell / (spent if spent > 1e-300 else 1e-300)
-        while slope[j] > best:
+        steeper = later_slope
+        while steeper > best:
             j = reach[j]
             spent = area[j] - begun
             best = (mass[j] - gone) / (spent if spent > 1e-300 else 1e-300)
+            steeper = slope[j]
         slope[i], reach[i], index[i] = best, j, best if best > hazard else hazard
+        later_mass, later_area, later_slope = gone, begun, best
     return Curve(edges, mass, tuple(area), tuple(index), tuple(slope), tuple(reach), total, never)

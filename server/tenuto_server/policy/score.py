@@ -47,7 +47,7 @@ class Score:
         """Scores a pause that ended; returns the probability integral transform of its length, 0..1."""
         calibrated = LogNormal.read(forecast, self.shift, self.spread2**0.5)
         self._gain(calibrated.log_density(log_length) - log_density_known)
-        pit = calibrated.cdf([exp(log_length)])[0]
+        pit = calibrated.cdf([exp(log_length)], [log_length])[0]
         stated = LogNormal.read(forecast)
         rate = 1.0 / (min(self.n, _SCORE_WINDOW) + _K_SCORE + 1.0)
         error = log_length - stated.log_median - self.shift
