@@ -116,12 +116,14 @@ class RetentionKeeper:
         pause = session.pause
         if pause is None or session.active:
             return None
+        if why != "timer":
+            pause.outlook = None  # something was said
         view = session.pause_view(pause, core.now_ns, core.knowledge if core.policy.learns else None)
         self._pending.pop(session.handle, None)
         if view.elapsed_s >= GIVE_UP_S and not session.ended and not pause.given_up:
             core.give_up(session, pause)
         decision = core.policy.retention(view, core.knowledge, core.system())
-        session.retention = decision
+        session.retention, pause.outlook = decision, decision.outlook
         core.cache.set_rate(session.handle, decision.rate)
         self._grant(session, decision)
         session.timer += 1

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from tenuto.wire import CacheReport, Forecast, Lease, PauseKind, SessionView
 from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.decision import Retention
+from tenuto_server.policy.index import Outlook
 from tenuto_server.policy.pace import Traits
 from tenuto_server.policy.views import Cycle, PauseView, TierName
 
@@ -27,7 +28,8 @@ class Pause:
 
     ``said``: the first thing that the client said about its length; that is what its forecasts are judged by. ``given_up``:
     it has been counted as one that never ends though nobody said so. ``answer_tokens``: length of the answer before it;
-    ``rhythm``: what was expected of it when it was first decided about, and as which kind.
+    ``rhythm``: what was expected of it when it was first decided about, and as which kind; ``outlook``: what the
+    last decision rested on.
     """
 
     started_ns: int
@@ -45,6 +47,7 @@ class Pause:
     given_up: bool = False
     answer_tokens: int = 0
     rhythm: tuple[PauseKind, int | None] | None = None
+    outlook: Outlook | None = None
 
     @property
     def key(self) -> str | None:
@@ -163,6 +166,7 @@ class Session:
             context_tokens=self.context_tokens,
             recent=self.recent,
             rhythm=self.rhythm(pause.kind, knowledge) if knowledge is not None else None,
+            outlook=pause.outlook,
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from tenuto_server.policy.index import Outlook
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName
 
 
@@ -15,7 +16,8 @@ class Retention:
     ``rate``: the Gittins index of the pause times the probability that the KV is still wanted, in 1/s; what the session
     adds to each of its extents. ``valid_s``: seconds after which it must be asked again (math.inf: never).
     ``lease_s``: how long the index stays above the device's price, capped; ``lease_tier``: the tier the lease promises.
-    ``prefetch_s``: seconds from now at which lower-tier KV should start to come up; None: not at all.
+    ``prefetch_s``: seconds from now at which lower-tier KV should start to come up; None: not at all. ``outlook``: what the
+    decision rests on, to be shown again when nothing but time has passed.
     """
 
     rate: float
@@ -24,6 +26,7 @@ class Retention:
     lease_tier: TierName
     prefetch_s: float | None
     reason: str
+    outlook: Outlook | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import erf, exp, inf, log, pi, sqrt
 from operator import mul, sub, truediv
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tenuto.wire import Forecast
 
@@ -387,6 +387,17 @@ class Curve:
 
 
 _Cells: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+
+
+class Outlook(NamedTuple):
+    """A pause as it was looked at once: its curve, which begins ``from_s`` seconds into the pause, the ``weight`` of the
+    client's words in it, the ``trust`` in forecasts that it was made with, and the elapsed time until which it stands."""
+
+    curve: Curve
+    from_s: float
+    weight: float
+    trust: float
+    until_s: float
 
 
 @lru_cache(maxsize=512)

@@ -12,7 +12,7 @@ from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.calibration import GIVE_UP_S, GONE_BELOW
 from tenuto_server.policy.decision import Retention
 from tenuto_server.policy.fates import depth_of
-from tenuto_server.policy.index import Component, Curve, Empirical, LogNormal, Looked, Part, mixture
+from tenuto_server.policy.index import Component, Curve, Empirical, LogNormal, Looked, Outlook, Part, mixture
 from tenuto_server.policy.priors import KIND_SHARE
 from tenuto_server.policy.tiering import saved_by_tier
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName, TierView
@@ -22,6 +22,8 @@ CHANGE = 1.25
 REVISIT_MIN_S = 0.1
 REVISIT_MIN_SHARE = 0.05
 """Never revisited sooner than this and this share of the time already waited."""
+LOOK_AGAIN_S = 600.0
+"""What pauses teach in general changes slowly: a curve serves a pause for so long, or until its wait has doubled."""
 LEASE_MAX_S = 3600.0
 LEASE_SHARE = 0.95
 """A lease ends when this share of the possible returns has come, even where room is free: what is promised must be meant."""
@@ -191,6 +193,17 @@ def pause_curve(
     return curve, x, weight
 
 
+def _look(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool, trust: float) -> Outlook:
+    """The pause's curve: the one it was last looked at with, while nothing was said since and the wait is not much longer."""
+    last, elapsed_s = pause.outlook, pause.elapsed_s
+    if last is not None and last.trust == trust and elapsed_s < last.until_s:
+        return last
+    curve, x, weight = pause_curve(pause, knowledge, hear=hear, trust=trust)
+    moving = pause.resume_at_s is not None or pause.alive_until_s > 0.0 or pause.end_keep_s is not None
+    until_s = elapsed_s if moving else elapsed_s + max(LOOK_AGAIN_S, elapsed_s)
+    return Outlook(curve, elapsed_s - x, weight, trust, until_s)
+
+
 def _values(pause: PauseView, rate: float, system: SystemView) -> list[tuple[TierView, float, float]]:
     """For each tier: (tier, seconds saved per byte by one return, seconds to restore the session from it)."""
     blocks = max(1, pause.context_tokens // system.cost.block_tokens)
@@ -215,7 +228,8 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     if trust <= 0.0:
         # A rate of 0 for all leaves the order of last use.
         return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "plain LRU does better")
-    curve, x, weight = pause_curve(pause, knowledge, hear=hear, trust=max(0.0, min(1.0, trust - 1.0)))
+    outlook = _look(pause, knowledge, hear=hear, trust=max(0.0, min(1.0, trust - 1.0)))
+    curve, weight, x = outlook.curve, outlook.weight, max(0.0, pause.elapsed_s - outlook.from_s)
     index, before = curve.index_at(x), curve.mass_at(x)
     intact = knowledge.p_intact(pause.kind, depth_of(pause.context_tokens))
     rate = index * intact
@@ -241,7 +255,7 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     lease_s, lease_tier = _lease(curve, x, index, before, (intact, scale, min(1.0, trust)), values, system)
     prefetch_s = _prefetch(curve, x, before, intact, values) if weight > 0.0 else None
     reason = f"{pause.kind} {pause.elapsed_s:.1f}s: index {index:.3g}/s, gone {curve.p_end(x, before):.2f}, said {weight:.2f}"
-    return Retention(rate, valid_s, min(lease_s, until_s), lease_tier, prefetch_s, reason)
+    return Retention(rate, valid_s, min(lease_s, until_s), lease_tier, prefetch_s, reason, outlook)
 
 
 def _lease(

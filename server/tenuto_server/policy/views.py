@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from tenuto.wire import Forecast, PauseKind
+from tenuto_server.policy.index import Outlook
 
 TierName: TypeAlias = Literal["device", "host", "disk"]
 
@@ -37,7 +38,8 @@ class PauseView:
     ``resume_at_s``: the harness said that the return comes at this elapsed time. ``alive_until_s``: keepalives vouch for
     the session until this elapsed time. ``end_keep_s``: the harness ended the session but asked to keep it until this
     elapsed time (0 when not at all); None when it did not end. ``recent``: the session's last pauses of any kind, oldest
-    first, a handful. ``rhythm``: how long a pause of this kind is expected of it (``calibration.rhythm_of``).
+    first, a handful. ``rhythm``: how long a pause of this kind is expected of it (``calibration.rhythm_of``). ``outlook``:
+    ``Retention.outlook`` of the decision before this one, if nothing was said since.
     """
 
     tenant: str
@@ -55,6 +57,7 @@ class PauseView:
     context_tokens: int = 0
     recent: tuple[Cycle, ...] = ()
     rhythm: int | None = None
+    outlook: Outlook | None = None
 
 
 @dataclass(frozen=True, slots=True)
