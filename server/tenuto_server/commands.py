@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tenuto_server.learned import LearnedFile
     from tenuto_server.model.load import LoadedModel
     from tenuto_server.runtime.disk import DiskTier
+    from tenuto_server.runtime.draft import DraftModel
     from tenuto_server.runtime.executor import TorchExecutor
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ def build_service(config: ServerConfig, say: Say | None = None) -> Service:
         f"  model    {model.name}, {_precision(config, model)} on {device}, loaded in {time.perf_counter() - began:.1f} s"
     )
     executor, engine_config, identity = _executor(config, model, secret, say)
+    if config.draft_model is not None:
+        executor.drafter = _drafter(config, model, device, say)
     journal = _JournalFile(config.journal_path) if config.journal_path else None
     engine = Engine(engine_config, policy, identity, journal.write if journal else None)
     recorder = None
@@ -221,6 +224,7 @@ def _executor(
         max_context_tokens=context,
         step_tokens_max=config.step_tokens_max or base.step_tokens_max,
         speculate_tokens_max=config.speculate,
+        draft_tokens_max=config.speculate if config.draft_model is not None else 0,
         prefill_a_s=costs.prefill_a_s,
         prefill_b_s=costs.prefill_b_s,
         step_overhead_s=costs.step_overhead_s,
@@ -229,6 +233,19 @@ def _executor(
         block_bytes=size,
     )
     return executor, engine_config, identity
+
+
+def _drafter(config: ServerConfig, served: LoadedModel, device: str, say: Say) -> DraftModel:
+    from tenuto_server.model.load import load_model
+    from tenuto_server.runtime.draft import DraftModel
+
+    assert config.draft_model is not None
+    precision: Any = config.dtype
+    form: Any = config.weights
+    model = load_model(config.draft_model, dtype=precision, device=device, invariant=config.invariant, weights=form)
+    drafter = DraftModel(model, served, pool_bytes=config.draft_bytes, block_tokens=config.block_tokens)
+    say(f"  draft    {model.name}, {_mib(config.draft_bytes)} of KV; guesses up to {config.speculate} tokens ahead")
+    return drafter
 
 
 def _disk(config: ServerConfig, family: str, block_bytes: int) -> DiskTier | None:

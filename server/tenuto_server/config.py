@@ -44,6 +44,7 @@ class EngineConfig:
     max_context_tokens: int = 8192
     step_tokens_max: int = 512
     speculate_tokens_max: int = 8
+    draft_tokens_max: int = 0
     speculate_batch_max: int = 16
     running_max: int = 32
     reserve_tokens_max: int = 2048
@@ -91,6 +92,8 @@ class ServerConfig:
     step_tokens_max: int | None = None
     max_context_tokens: int | None = None
     speculate: int = 8
+    draft_model: str | None = None
+    draft_bytes: int = 256 * 2**20
     invariant: bool = False
     threads: int | None = None
     api_keys: dict[str, str] = field(default_factory=dict)

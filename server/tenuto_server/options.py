@@ -70,6 +70,12 @@ def serve_parser() -> argparse.ArgumentParser:
         default=default.speculate,
         help="tokens to guess ahead from the context; exact, and 0 turns it off",
     )
+    add(
+        "--draft-model",
+        metavar="NAME",
+        help="a smaller model of the same vocabulary that guesses where the context does not",
+    )
+    add("--draft-bytes", type=_size, default="256MiB", help="KV memory of the draft model")
     add("--invariant", action="store_true", help="make every result independent of its batch (slower; for tests)")
     _add_dialects(parser)
     group = parser.add_argument_group("KV tiers")
@@ -155,6 +161,8 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
     config = ServerConfig(**given)
     if config.disk_bytes and config.disk_dir is None:
         raise ConfigError("--disk-bytes needs --disk-dir: say where the disk tier may live")
+    if config.draft_model is not None and not config.speculate:
+        raise ConfigError("--draft-model guesses nothing with --speculate 0; leave one of them out")
     if config.secret is not None and len(config.secret) < SECRET_CHARS_MIN:
         raise ConfigError(f"--secret must have at least {SECRET_CHARS_MIN} characters, got {len(config.secret)}")
     for name, least in (

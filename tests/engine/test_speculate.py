@@ -12,6 +12,7 @@ from tenuto_server.cache.integrity import check
 from tenuto_server.config import CacheConfig, EngineConfig
 from tenuto_server.engine.engine import Engine
 from tenuto_server.engine.events import Sampling, SubmitTurn
+from tenuto_server.engine.plan import ForwardRow
 from tenuto_server.engine.speculate import Guesser, lookup
 from tenuto_server.policy import make_policy
 from tenuto_server.runtime.null import NullExecutor
@@ -56,12 +57,22 @@ def test_a_guesser_grows_with_success_and_rests_after_failure() -> None:
     assert (guesser.drafted, guesser.confirmed) == (4 + 8 + 4 + 2 + 1, 4)
 
 
-def world(guesses: int, device: int) -> World:
+def chance(row: ForwardRow) -> np.ndarray:
+    """A draft model that guesses without knowing anything: one token in three is right, and some guesses are short."""
+    assert row.context is not None
+    assert row.context[-1] == row.tokens[-1]
+    assert row.start + len(row.tokens) == len(row.context)
+    rng = np.random.default_rng([row.seq, len(row.context)])
+    return rng.integers(0, VOCAB, rng.integers(0, row.room + 1)).astype(np.int32)
+
+
+def world(guesses: int, device: int, model: int = 0) -> World:
     config = EngineConfig(
         cache=CacheConfig(device, 64, 0, 4, 400, 64, 8, 6, transfer_patience_s=0.5),
         max_context_tokens=4096,
         step_tokens_max=24,
         speculate_tokens_max=guesses,
+        draft_tokens_max=model,
         speculate_batch_max=16,
         running_max=4,
         reserve_tokens_max=16,
@@ -70,7 +81,7 @@ def world(guesses: int, device: int) -> World:
     engine = Engine(config, make_policy("tenuto"), IDENTITY)
     return World(
         engine,
-        NullExecutor(block_tokens=4, vocab=VOCAB),
+        NullExecutor(block_tokens=4, vocab=VOCAB, draft=chance),
         forward_s=lambda plan: 1e-3,
         transfer_s=lambda transfer: 1e-3,
         after_step=lambda: check(engine.core.cache, deep=True),
@@ -95,8 +106,8 @@ turns = st.lists(
 def test_guesses_change_no_token(turns: list[tuple[int, list[int], int, float, bool]], device: int) -> None:
     """Many sessions at once, tight and ample devices, stop tokens in the middle of a guess, seeded sampling."""
     said: list[list[list[int]]] = []
-    for guesses in (0, 8):
-        at = world(guesses, device)
+    for guesses, model in ((0, 0), (8, 0), (8, 8)):
+        at = world(guesses, device, model)
         contexts: dict[int, list[int]] = {}
         answers = []
         for number, (session, words, count, temperature, stops) in enumerate(turns):
@@ -112,7 +123,21 @@ def test_guesses_change_no_token(turns: list[tuple[int, list[int], int, float, b
         assert not at.machine.wrong
         if not guesses:
             assert "drafted_tokens" not in at.engine.core.counters
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_draft_model_guesses_where_the_context_knows_nothing() -> None:
+    """The first answer tokens of a prompt without repetition: no lookup can help, the model's guesses are judged and counted."""
+    at = world(8, 400, model=8)
+    record = at.submit(SubmitTurn("r", "t", ids(0, 1, 2), Sampling(60, temperature=1.0, seed=5), session="s"))
+    at.run()
+    plain = world(0, 400)
+    same = plain.submit(SubmitTurn("r", "t", ids(0, 1, 2), Sampling(60, temperature=1.0, seed=5), session="s"))
+    plain.run()
+    assert record.tokens == same.tokens
+    session = next(iter(at.engine.core.sessions.by_handle.values()))
+    assert session.drafted >= session.confirmed > 0
+    assert at.machine.health()["forwards"] < plain.machine.health()["forwards"]
 
 
 def test_a_repeating_answer_takes_fewer_forwards() -> None:

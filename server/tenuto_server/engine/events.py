@@ -112,7 +112,7 @@ class QuerySessions:
 @dataclass(frozen=True, slots=True)
 class ForwardDone:
     """The forward of ``step`` ended. ``sampled``: (sequence, token) for every row that asked for one; for a row with
-    guesses one more for each guess that was confirmed, in order.
+    guesses one more for each guess that was confirmed, in order. ``drafted``: (sequence, guesses) of rows with ``room``.
 
     ``failed`` carries a reason when nothing of it may be trusted; its rows are computed again or failed.
     """
@@ -121,6 +121,7 @@ class ForwardDone:
     sampled: tuple[tuple[int, int], ...]
     elapsed_ns: int = 0
     failed: str | None = None
+    drafted: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ class ForwardRow:
     ``tokens``: int32 [n], at absolute positions ``start .. start + n``. ``blocks``: device slots int32 covering positions
     0 .. start + n. ``sample``: draw the next token after the last of them, as number ``draw`` of the turn. The last
     ``draft`` of the tokens are guesses: a token is drawn after the one before them (as number ``draw``) and, as long as what
-    is drawn is what was guessed, after each guess.
+    is drawn is what was guessed, after each guess. ``room``: so many tokens may the executor guess itself behind these, where
+    it has a draft model; ``blocks`` covers them, and ``context`` is then the whole sequence up to the last of ``tokens``,
+    which holds until the forward is done.
     """
 
     seq: int
@@ -30,6 +32,8 @@ class ForwardRow:
     sampling: Sampling
     draw: int = 0
     draft: int = 0
+    room: int = 0
+    context: TokenArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,11 +6,10 @@ Owner of the waiting and running sequences. One forward is in flight at a time; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tenuto.wire import Divergence
 from tenuto_server.cache.extent import DEVICE, TIERS
 from tenuto_server.engine.core import Core
+from tenuto_server.engine.drafting import Drafting, Planned
 from tenuto_server.engine.events import ForwardDone
 from tenuto_server.engine.plan import FinishReason, ForwardPlan, ForwardRow, TokensOut, TurnDone, TurnStarted
 from tenuto_server.engine.restore import Restorer
@@ -23,18 +22,6 @@ _FAILURES_MAX = 2
 WAITING_RATE = 100.0
 
 
-@dataclass(slots=True, eq=False)
-class _Planned:
-    """A row of the forward in flight."""
-
-    sequence: Sequence
-    start: int
-    end: int
-    sample: bool
-    recomputes: str | None
-    draft: int = 0
-
-
 class Scheduler:
     """See the module."""
 
@@ -42,9 +29,10 @@ class Scheduler:
         self._core = core
         self._keeper = keeper
         self._restorer = Restorer(core)
+        self._drafting = Drafting(core)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._flight: list[_Planned] = []
+        self._flight: list[Planned] = []
         self._step = 0
         self.admit_again = True
         self._overdue_ns: int | None = None
@@ -266,7 +254,8 @@ class Scheduler:
             if sequence.table is not None:
                 core.cache.reconcile(sequence.table)
         decoding = [s for s in self.running if s.decoding]
-        prefilling = [s for s in self.running if not s.decoding]
+        # Whom nobody waits for lets the others' prompts by.
+        prefilling = sorted((s for s in self.running if not s.decoding), key=lambda s: not s.session.attended)
         # Guesses are cheap while a forward is bound by memory: few tokens in all.
         guesses = max(0, core.config.speculate_batch_max - len(decoding)) // max(1, len(decoding))
         for sequence in (*decoding, *prefilling):
@@ -315,62 +304,29 @@ class Scheduler:
             if copy is not None:
                 copies.append(copy)
             sample = end == sequence.count and sequence.turn.sampling.max_tokens > 0
-            draft = self._guess(sequence, min(guesses, budget - used - 1)) if sample and guesses else 0
-            end += draft
-            start, table.front = table.front, end
-            used += end - start
+            draft = room = 0
+            if sample and guesses:
+                draft, room = self._drafting.guess(sequence, min(guesses, budget - used - 1))
+            start, last, table.front = table.front, end + draft, end + draft + room
+            used += table.front - start
             rows.append(
                 ForwardRow(
                     sequence.id,
                     start,
-                    sequence.tokens[start:end].copy(),
-                    table.blocks[: -(-end // cache.block_tokens)].copy(),
+                    sequence.tokens[start:last].copy(),
+                    table.blocks[: -(-table.front // cache.block_tokens)].copy(),
                     sample,
                     sequence.turn.sampling,
                     sequence.generated,
                     draft,
+                    room,
+                    sequence.tokens[:last] if room else None,
                 )
             )
             below = waits.best_tier() if waits is not None else None
-            self._flight.append(_Planned(sequence, start, end, sample, TIERS[below] if below else None, draft))
+            recomputes = TIERS[below] if below else None
+            self._flight.append(Planned(sequence, start, table.front, sample, recomputes, draft or room, room > 0))
         return used
-
-    def _guess(self, sequence: Sequence, limit: int) -> int:
-        """Writes guesses behind the sequence's tokens and takes room for them; how many. Nobody loses a block for them."""
-        core, table, sampling = self._core, sequence.table, sequence.turn.sampling
-        assert table is not None
-        left = min(sampling.max_tokens - sequence.generated, core.config.max_context_tokens - sequence.count) - 1
-        limit = min(limit, left, core.config.speculate_tokens_max)
-        if sampling.grammar or limit <= 0:
-            return 0
-        guess = sequence.guesser.guess(sequence.tokens[: sequence.count], limit)
-        size = core.cache.block_tokens
-        held = -(-sequence.count // size) * size - sequence.count
-        if len(guess) > held and not core.cache.tiers.pools[DEVICE].free:
-            guess = guess[:held]
-        if not len(guess) or not core.cache.allocate(table, sequence.count + len(guess), core.now_ns):
-            return 0
-        sequence.room_for(len(guess))
-        sequence.tokens[sequence.count : sequence.count + len(guess)] = guess
-        return len(guess)
-
-    def _confirm(self, planned: _Planned, drawn: list[int]) -> None:
-        """Only the guesses that were drawn, up to where the turn ends, count as computed."""
-        if not planned.draft:
-            return
-        sequence, table = planned.sequence, planned.sequence.table
-        assert table is not None
-        confirmed = max(0, len(drawn) - 1)
-        stops = sequence.turn.sampling.stop_ids if not sequence.turn.sampling.ignore_eos else frozenset()
-        ended = next((at for at, token in enumerate(drawn) if token in stops), confirmed)
-        self._core.count("drafted_tokens", planned.draft)
-        self._core.count("confirmed_tokens", confirmed)
-        sequence.guesser.judge(planned.draft, confirmed, self._core.config.speculate_tokens_max)
-        sequence.session.drafted += planned.draft
-        sequence.session.confirmed += confirmed
-        leaving = sequence.cancelled or sequence.stop_at is not None or sequence not in self.running
-        planned.end -= planned.draft - (0 if leaving else min(ended, confirmed))
-        table.front = planned.end
 
     def _allocate(self, sequence: Sequence, end: int) -> bool:
         """Blocks for a sequence up to ``end``: from free and retained ones first, by preempting others at last."""
@@ -402,11 +358,13 @@ class Scheduler:
         sampled: dict[int, list[int]] = {}
         for number, token in event.sampled:
             sampled.setdefault(number, []).append(token)
+        drafted = dict(event.drafted)
         self._learn(flight, event.elapsed_ns)
         for planned in flight:
             sequence, table = planned.sequence, planned.sequence.table
             assert table is not None
-            self._confirm(planned, sampled.get(sequence.id, []))
+            drawn = sampled.get(sequence.id, [])
+            self._drafting.confirm(planned, drawn, drafted.get(sequence.id, 0), sequence in self.running)
             if planned.end > table.path_tokens(core.cache.block_tokens):
                 core.cache.copied(table)
             core.cache.publish(table, sequence.tokens, planned.start, planned.end)
@@ -425,7 +383,7 @@ class Scheduler:
             elif planned.end == sequence.count and sequence.turn.sampling.max_tokens == 0:
                 self.finish(sequence, "length")
 
-    def _reclassify(self, sequence: Sequence, planned: _Planned, count: int) -> None:
+    def _reclassify(self, sequence: Sequence, planned: Planned, count: int) -> None:
         """Tokens that a lower tier held but that were computed after all (split restore, a failed or late load)."""
         tier = planned.recomputes
         if tier is not None and sequence.cached.get(tier, 0) >= count:
@@ -456,7 +414,7 @@ class Scheduler:
         if reason is not None:
             self.finish(sequence, reason)
 
-    def _undo(self, flight: list[_Planned], reason: str) -> None:
+    def _undo(self, flight: list[Planned], reason: str) -> None:
         """Nothing of a failed forward is trusted: its rows are planned again, and given up after a few failures."""
         core = self._core
         core.count("forwards_failed")
@@ -471,7 +429,7 @@ class Scheduler:
             if sequence.cancelled or sequence.failures > _FAILURES_MAX:
                 self.finish(sequence, "cancelled" if sequence.cancelled else "error", reason)
 
-    def _learn(self, flight: list[_Planned], elapsed_ns: int) -> None:
+    def _learn(self, flight: list[Planned], elapsed_ns: int) -> None:
         prefill = [p for p in flight if p.end - p.start > 1]
         tokens = sum(p.end - p.start for p in prefill)
         if tokens >= 128 and len(flight) - len(prefill) <= 4:

@@ -17,7 +17,8 @@ from tenuto_server.engine.speculate import Guesser
 class Sequence:
     """``tokens[:count]`` is the prompt and what was generated so far; ``table`` is None while it waits.
 
-    ``compute_until``: block index below which lower-tier blocks are computed rather than loaded (split restore).
+    ``compute_until``: block index below which lower-tier blocks are computed rather than loaded (split restore). ``guesser``
+    and ``drafter`` remember how guesses from the context and of a draft model went.
     """
 
     id: int
@@ -43,6 +44,7 @@ class Sequence:
     failures: int = 0
     first_token_ns: int | None = None
     guesser: Guesser = field(default_factory=Guesser)
+    drafter: Guesser = field(default_factory=Guesser)
     preemptions: int = 0
     cached: dict[str, int] = field(default_factory=dict)
     recomputed: dict[str, int] = field(default_factory=dict)

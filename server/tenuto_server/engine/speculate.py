@@ -1,9 +1,10 @@
-"""Prompt lookup: guessing a turn's next tokens from where its context said the same before.
+"""Guessing a turn's next tokens: from where its context said the same before (prompt lookup), or by a draft model.
 
 A coding agent copies much of what it reads: file contents, names, earlier commands. A guess costs nothing but a few more rows
 in a forward that is bound by memory, and since every token is drawn from a counter-based generator, a confirmed guess is
 exactly the token that would have been drawn without it (Leviathan et al. 2023 need rejection sampling because their
-draws are not reproducible; here the draw itself is compared).
+draws are not reproducible; here the draw itself is compared). Where the context knows nothing, a draft model's guesses are
+judged in the same way; the executor makes them, since only it has models.
 
 Owner of the state: a ``Guesser`` belongs to one sequence and remembers how well its guesses went.
 """
@@ -38,12 +39,15 @@ class Guesser:
 
     def guess(self, tokens: TokenArray, limit: int) -> TokenArray:
         """At most ``limit`` tokens that may follow ``tokens``; empty where the context knows no continuation."""
-        if limit <= 0:
-            return _NONE
-        if self.resting > 0:
+        count = self.count(limit)
+        return lookup(tokens[-WINDOW:], count) if count else _NONE
+
+    def count(self, limit: int) -> int:
+        """How many tokens to guess now, at most ``limit``; none while it rests."""
+        if limit > 0 and self.resting > 0:
             self.resting -= 1
-            return _NONE
-        return lookup(tokens[-WINDOW:], min(self.length, limit))
+            return 0
+        return max(0, min(self.length, limit))
 
     def judge(self, drafted: int, confirmed: int, limit: int) -> None:
         """What became of a guess of ``drafted`` tokens."""

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tenuto_kernels.ops import copy_blocks
-from tenuto_server.engine.events import DiskRecovered, Event, ForwardDone
+from tenuto_server.engine.events import DiskRecovered, Event, ForwardDone, TokenArray
 from tenuto_server.engine.plan import ForwardPlan, ForwardRow, Transfer
 from tenuto_server.model.transformer import Transformer
 from tenuto_server.runtime.batch import BatchBuilder
 from tenuto_server.runtime.disk import DiskTier
+from tenuto_server.runtime.draft import DraftModel
 from tenuto_server.runtime.grammar import GrammarBook
 from tenuto_server.runtime.graphs import decode_graphs
 from tenuto_server.runtime.kv_store import KVStore
@@ -30,7 +32,7 @@ class TorchExecutor:
 
     ``host_bytes_per_s``, ``disk_bytes_per_s`` limit the tiers' bandwidth (None: no limit). ``host_checksums`` guards blocks in
     host memory; those on disk always are. ``grammars``, set after construction,
-    holds answers to a grammar. Raises ``ValueError`` for sizes that do not fit.
+    holds answers to a grammar, ``drafter`` guesses where a row has room. Raises ``ValueError`` for sizes that do not fit.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class TorchExecutor:
         )
         self.disk = disk
         self.grammars: GrammarBook | None = None
+        self.drafter: DraftModel | None = None
         self.transfers = Transfers(
             self.store,
             disk,
@@ -79,6 +82,9 @@ class TorchExecutor:
             pairs = torch.tensor(plan.copies, dtype=torch.int64, device=pool.device)
             copy_blocks(pool, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
         sampled: tuple[tuple[int, int], ...] = ()
+        drafted: tuple[tuple[int, int], ...] = ()
+        if self.drafter is not None and any(row.room for row in plan.rows):
+            plan, drafted = with_guesses(plan, self.drafter.propose)
         if plan.rows:
             batch = self._batches.build(plan)
             computing = time.perf_counter_ns()
@@ -102,7 +108,7 @@ class TorchExecutor:
         self._counts["rows"] += len(plan.rows)
         self._counts["blocks_copied"] += len(plan.copies)
         self._counts["forward_ns"] += elapsed
-        return ForwardDone(plan.step, sampled, elapsed)
+        return ForwardDone(plan.step, sampled, elapsed, drafted=drafted)
 
     def submit(self, transfer: Transfer) -> None:
         """Queue a copy; its ``TransferDone`` reaches the sink. Raises ``InvariantBroken`` if no tier could make it."""
@@ -139,12 +145,28 @@ class TorchExecutor:
             "host_checksums": self.store.checksums,
             **({"decode_graphs": self._graphs.health()} if self._graphs is not None else {}),
             **self._counts,
+            **({"draft": self.drafter.health()} if self.drafter is not None else {}),
             **self.transfers.health(),
         }
 
     def close(self) -> None:
         """Stop the workers, close the disk tier."""
         self.transfers.close()
+
+
+def with_guesses(
+    plan: ForwardPlan, propose: Callable[[list[ForwardRow]], list[TokenArray]]
+) -> tuple[ForwardPlan, tuple[tuple[int, int], ...]]:
+    """The plan with ``propose``'s guesses in the rows that have room for them, and how many each of those got."""
+    asking = [row for row in plan.rows if row.room]
+    guessed = {row.seq: guess[: row.room] for row, guess in zip(asking, propose(asking), strict=True)}
+    rows = [
+        replace(row, tokens=np.concatenate([row.tokens, guessed[row.seq]]), draft=len(guessed[row.seq]))
+        if row.room
+        else row
+        for row in plan.rows
+    ]
+    return replace(plan, rows=tuple(rows)), tuple((row.seq, len(guessed[row.seq])) for row in asking)
 
 
 def _draws(row: ForwardRow) -> list[ForwardRow]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -48,7 +48,7 @@ class NullExecutor:
     """Runs plans on toy tiers. ``tokens_low``, ``vocab``: sampled ids lie in ``[tokens_low, vocab)``.
 
     ``immediate`` False keeps every transfer until ``complete``. ``fault`` is asked once per transfer. ``step_s`` makes each
-    forward take that long. Without a sink, events collect for ``take_events``. ``wrong`` lists every transfer that asked for
+    forward take that long. ``draft`` guesses for rows with room, as a draft model would. Without a sink, events collect for ``take_events``. ``wrong`` lists every transfer that asked for
     a block its source slot did not hold, or stored other content under a hash than before: an engine's bug, so tests
     assert that it stays empty.
     """
@@ -62,13 +62,14 @@ class NullExecutor:
         immediate: bool = True,
         fault: Callable[[Transfer], Fault | None] | None = None,
         step_s: float = 0.0,
+        draft: Callable[[ForwardRow], SlotArray] | None = None,
     ) -> None:
         self.block_tokens = block_tokens
         self.wrong: list[str] = []
         self.transfers: list[Transfer] = []
         self.tokens_computed = 0
         self._vocab, self._low = vocab, tokens_low
-        self._immediate, self._fault, self._step_s = immediate, fault, step_s
+        self._immediate, self._fault, self._step_s, self._draft = immediate, fault, step_s, draft
         self._device: Values = np.full((64, block_tokens), _POISON, dtype=np.uint64)
         self._tiers: dict[str, dict[int, tuple[bytes, Values]]] = {"host": {}, "disk": {}}
         self._content: dict[bytes, Values] = {}
@@ -86,10 +87,12 @@ class NullExecutor:
         for source, target in plan.copies:
             self._grow(max(source, target))
             self._device[target] = self._device[source]
-        drawn = {id(row): self._row(row) for row in sorted(plan.rows, key=lambda row: row.start)}
-        sampled = tuple((row.seq, token) for row in plan.rows for token in drawn[id(row)])
+        rows = [self._guessed(row) for row in plan.rows]
+        drafted = tuple((row.seq, row.draft) for row in rows if row.room)
+        drawn = {id(row): self._row(row) for row in sorted(rows, key=lambda row: row.start)}
+        sampled = tuple((row.seq, token) for row in rows for token in drawn[id(row)])
         self._figures["forwards"] += 1
-        return ForwardDone(plan.step, sampled, elapsed_ns=int(self._step_s * 1e9))
+        return ForwardDone(plan.step, sampled, elapsed_ns=int(self._step_s * 1e9), drafted=drafted)
 
     def submit(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
@@ -157,6 +160,12 @@ class NullExecutor:
         self._tiers[tier][slot] = (tag, values ^ np.uint64(1))
 
     # Arithmetic.
+
+    def _guessed(self, row: ForwardRow) -> ForwardRow:
+        if not row.room or self._draft is None:
+            return row
+        guess = self._draft(row)[: row.room]
+        return replace(row, tokens=np.concatenate([row.tokens, guess]), draft=len(guess))
 
     def _row(self, row: ForwardRow) -> list[int]:
         """Stores the row; the tokens drawn: one, and one more after each guess that was right."""
