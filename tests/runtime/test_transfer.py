@@ -39,6 +39,23 @@ def test_every_way_there_and_back_is_bit_equal(open_rig, tmp_path, dtype, way):
     rig.transfers.close()
 
 
+@pytest.mark.parametrize("piece", [1, 3])
+def test_the_copies_of_a_gpu_are_those_of_a_cpu(rig, monkeypatch, piece):
+    """Block copies of the kernels in the place of runs of bytes, and pieces smaller than a chunk."""
+    monkeypatch.setattr(rig.store, "_device_bytes", None)
+    monkeypatch.setattr("tenuto_server.runtime.transfer._HOT_BYTES", piece * rig.store.layout.block_bytes)
+    assert rig.move("device", "host", SOURCE, OTHER).ok
+    rig.store.host_bytes[OTHER[4], 7] ^= 8
+    rig.device[:] = 0
+    assert rig.move("host", "disk", OTHER, SOURCE).bad == (4,)
+    assert rig.move("host", "device", OTHER, SOURCE).bad == (4,)
+    good = [at for at in range(BLOCKS) if at != 4]
+    for slots in (SOURCE, OTHER):
+        assert (rig.device[[slots[at] for at in good]] == rig.original[[SOURCE[at] for at in good]]).all()
+        rig.device[:] = 0
+        assert rig.move("disk", "device", [SOURCE[at] for at in good], [OTHER[at] for at in good], names=good).ok
+
+
 @pytest.mark.parametrize("at", [0, 11, BLOCKS - 1])
 @pytest.mark.parametrize("dst", ["device", "disk"])
 def test_a_bit_flipped_in_host_memory_is_caught_every_time(rig, at, dst):

@@ -158,14 +158,14 @@ def test_a_fault_of_the_worker_costs_its_chunk_and_no_source(stocked, monkeypatc
     if "disk" in (src, dst):
         stocked.disk.calls = 2
     else:
-        name = "from_device" if src == "device" else "to_device"
+        name = "arriving" if src == "device" else "send"
         real, calls = getattr(stocked.store, name), []
 
         def second_fails(*args):
             calls.append(1)
             if len(calls) == 2:
                 raise RuntimeError("worker fault")
-            real(*args)
+            return real(*args)
 
         monkeypatch.setattr(stocked.store, name, second_fails)
     done = stocked.move(src, dst, SLOTS, TARGETS)

@@ -60,43 +60,82 @@ class KVStore:
 
         ``after``: recorded on the compute stream once everything that wrote these blocks was enqueued.
         """
-        if self._device_bytes is not None:
-            copy_runs(self._device_bytes, slots, as_bytes(out), out_slots)
-            return
-        with self._side_stream(after):
-            for first, last, at in _host_runs(slots, out_slots):
-                gather_blocks(self.device_pool, _index(slots[first:last]), out[at : at + last - first])
+        for _ in self.arriving(slots, out, out_slots, after, max(1, len(slots))):
+            pass
 
-    def to_device(
-        self, src: torch.Tensor, src_slots: Slots | None, slots: Slots, after: torch.cuda.Event | None
-    ) -> None:
-        """Copy blocks ``src_slots`` (None: 0, 1, ...) of host memory into device blocks; returns when they may be read.
+    def arriving(
+        self, slots: Slots, out: torch.Tensor, out_slots: Slots | None, after: torch.cuda.Event | None, piece: int
+    ) -> Iterator[tuple[int, int]]:
+        """``from_device`` in pieces of so many blocks: yields each range [first, last) of ``slots`` when it is there. On CUDA
+        those behind it are on their way meanwhile; everything is there when the iteration ends."""
+        pieces = [(at, min(at + piece, len(slots))) for at in range(0, len(slots), piece)]
+        into = np.arange(len(slots), dtype=np.int32) if out_slots is None else out_slots
+        targets = [into[first:last] for first, last in pieces]
+        if self._device_bytes is not None:
+            for (first, last), target in zip(pieces, targets, strict=True):
+                copy_runs(self._device_bytes, slots[first:last], as_bytes(out), target)
+                yield first, last
+            return
+        marks = []
+        with self.settled():
+            with self._side_stream(after):
+                for (first, _), target in zip(pieces, targets, strict=True):
+                    for begin, end, at in _host_runs(target):
+                        index = _index(slots[first + begin : first + end])
+                        gather_blocks(self.device_pool, index, out[at : at + end - begin])
+                    marks.append(self._mark(self.stream))
+            for (first, last), mark in zip(pieces, marks, strict=True):
+                if mark is not None:
+                    mark.synchronize()
+                yield first, last
+
+    def to_device(self, src: torch.Tensor, src_slots: Slots, slots: Slots, after: torch.cuda.Event | None) -> None:
+        """Copy blocks ``src_slots`` of host memory into device blocks; returns when they may be read.
 
         ``after``: recorded on the compute stream once the last reader of these blocks was enqueued.
         """
+        with self.settled():
+            self.send(src, src_slots, slots, after)
+
+    def send(self, src: torch.Tensor, src_slots: Slots, slots: Slots, after: torch.cuda.Event | None) -> None:
+        """``to_device`` that, on CUDA, only sets the copies going: call it within ``settled``."""
         if self._device_bytes is not None:
             copy_runs(as_bytes(src), src_slots, self._device_bytes, slots)
             return
         with self._side_stream(after):
-            for first, last, at in _host_runs(slots, src_slots):
+            for first, last, at in _host_runs(src_slots):
                 scatter_blocks(self.device_pool, _index(slots[first:last]), src[at : at + last - first])
 
     @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """What was set going in here is complete when it is left, however it is left."""
+        try:
+            yield
+        finally:
+            if self.stream is not None:
+                self.stream.synchronize()
+
+    @contextlib.contextmanager
     def _side_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Copies in here run beside the forward, after ``after``, and are complete when it is left."""
-        assert self.stream is not None
+        """Copies in here run beside the forward, after ``after``."""
+        if self.stream is None:
+            yield
+            return
         with torch.cuda.stream(self.stream):
             if after is not None:
                 self.stream.wait_event(after)
             yield
-        self.stream.synchronize()
 
     def compute_event(self) -> torch.cuda.Event | None:
         """Marks what the calling thread has enqueued on the device so far; None where nothing is asynchronous."""
-        if self.stream is None:
+        return self._mark(torch.cuda.current_stream(self.device) if self.stream is not None else None)
+
+    @staticmethod
+    def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        if stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(stream)
         return event
 
 
@@ -110,10 +149,8 @@ def _index(slots: Slots) -> torch.Tensor:
     return torch.from_numpy(slots.astype(np.int64))
 
 
-def _host_runs(slots: Slots, host_slots: Slots | None) -> list[tuple[int, int, int]]:
+def _host_runs(host_slots: Slots) -> list[tuple[int, int, int]]:
     """(first, last, host slot of the first) of every run that is consecutive in host memory."""
-    if host_slots is None:
-        return [(0, len(slots), 0)] if len(slots) else []
     return [(first, last, int(host_slots[first])) for first, last in runs(host_slots)]
 
 

@@ -170,31 +170,42 @@ class Transfers:
     # The copy workers.
 
     def _copy_memory(self, job: Job, first: int, last: int) -> tuple[list[int], list[int]]:
-        store, bad = self._store, list[int]()
+        """Piece by piece: on a CPU what was copied is checked while it is in the cache; on a GPU pieces are checked while
+        others are on their way."""
         assert job.lane is not None
-        hot = max(1, _HOT_BYTES // store.layout.block_bytes) if store.device.type == "cpu" else last - first
         with job.lane.touch(job) as allowed:
-            for at in range(first, last if allowed else first, hot):
-                bad += self._copy_hot(job, at, min(at + hot, last))
-        return bad, []
+            if not allowed:
+                return [], []
+            piece = max(1, _HOT_BYTES // self._store.layout.block_bytes)
+            if job.transfer.dst == "host":
+                self._offload(job, first, last, piece)
+                return [], []
+            return self._restore(job, first, last, piece), []
 
-    def _copy_hot(self, job: Job, first: int, last: int) -> list[int]:
+    def _offload(self, job: Job, first: int, last: int, piece: int) -> None:
         store, transfer = self._store, job.transfer
         assert store.host_pool is not None
         assert store.host_bytes is not None
-        src, dst = transfer.src_slots[first:last], transfer.dst_slots[first:last]
-        if transfer.dst == "host":
-            store.from_device(src, store.host_pool, dst, job.after)
+        dst = transfer.dst_slots[first:last]
+        for begin, end in store.arriving(transfer.src_slots[first:last], store.host_pool, dst, job.after, piece):
             if store.checksums:
-                store.host_sums[dst] = [
-                    block_sum(_hash(transfer, first + at), store.host_bytes[slot]) for at, slot in enumerate(dst)
+                store.host_sums[dst[begin:end]] = [
+                    block_sum(_hash(transfer, first + at), store.host_bytes[dst[at]]) for at in range(begin, end)
                 ]
-            return []
-        good = np.array(
-            [self._host_intact(transfer, first + at, store.host_bytes[slot]) for at, slot in enumerate(src)]
-        )
-        store.to_device(store.host_pool, src[good], dst[good], job.after)
-        return (np.flatnonzero(~good) + first).tolist()
+
+    def _restore(self, job: Job, first: int, last: int, piece: int) -> list[int]:
+        """Returns the positions whose source is not what was stored."""
+        store, transfer, bad = self._store, job.transfer, list[int]()
+        assert store.host_pool is not None
+        assert store.host_bytes is not None
+        src, dst = transfer.src_slots, transfer.dst_slots
+        with store.settled():
+            for begin in range(first, last, piece):
+                here = np.arange(begin, min(begin + piece, last))
+                intact = np.array([self._host_intact(transfer, int(at), store.host_bytes[src[at]]) for at in here])
+                store.send(store.host_pool, src[here[intact]], dst[here[intact]], job.after)
+                bad += here[~intact].tolist()
+        return bad
 
     def _host_intact(self, transfer: Transfer, at: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
         """Whether the host block that position ``at`` comes from is the one that was stored; ``data``: its bytes."""
