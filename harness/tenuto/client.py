@@ -109,6 +109,7 @@ class _ClientCore:
         self.timeout_s = timeout
         self.max_retries = max_retries
         self.strict = strict
+        self.hint_budget_s = BUDGET_S  # of one delivery, in the background
         self._headers = {**({"authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
         self._sessions: weakref.WeakValueDictionary[str, SessionCore] = weakref.WeakValueDictionary()
         self._rejected: list[tuple[str, Receipt]] = []
@@ -143,15 +144,14 @@ class _ClientCore:
 
         if self._hint_http is None:
             # Half the budget to connect and half to answer: a warm connection has its half to spare.
-            limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
             self._hint_http = httpx.Client(
                 base_url=self.base_url,
-                timeout=httpx.Timeout(BUDGET_S / 2),
-                limits=limits,
+                timeout=httpx.Timeout(self.hint_budget_s / 2),
+                limits=httpx.Limits(max_connections=1, max_keepalive_connections=1),
                 trust_env=False,
                 verify=self._tls,
             )
-        deadline = time.monotonic() + BUDGET_S
+        deadline = time.monotonic() + self.hint_budget_s
         content = envelope.model_dump_json(exclude_none=True).encode()
         headers = {**self._headers, "content-type": "application/json"}
         with self._hint_http.stream("POST", "/v1/kv_hints", content=content, headers=headers) as response:
@@ -210,7 +210,7 @@ class _ClientCore:
 
     def _close_hints(self) -> None:
         if self.services.sender is not None:
-            self.services.sender.close()
+            self.services.sender.close(self.hint_budget_s)
         if self._hint_http is not None:
             self._hint_http.close()
         self.services.forecaster.save()

@@ -35,13 +35,21 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
 class RunningProxy:
     """A proxy in a thread of its own."""
 
-    def __init__(self, url: str, kind: Kind | None = None, *, one_run: bool = False, key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        kind: Kind | None = None,
+        *,
+        one_run: bool = False,
+        key: str | None = None,
+        normalise: frozenset[str] | None = None,
+    ) -> None:
         self.upstream = Upstream(url, kind)
         self.tracker = Tracker(
             connector(self.upstream), carry=self.upstream.kind == "tenuto", one_run=one_run, run_key=key
         )
         self.sink = HookSink(self.tracker, keep_s=300.0, one_run=one_run)
-        self.server = ProxyServer(self.upstream, self.tracker, self.sink)
+        self.server = ProxyServer(self.upstream, self.tracker, self.sink, normalise)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 

@@ -64,7 +64,7 @@ def test_any_other_change_reads_as_a_whole_does(before: Any, messages: Any, afte
         reading = known.read("s", "messages", encode(before, sent, after, style))
         assert reading is not None
         known.keep("s", "c", reading)
-    changed = data.draw(
+    changed: Any = data.draw(
         st.one_of(
             st.just((before, longer[:-1], after)),
             st.just((after, longer, before)),
@@ -73,7 +73,8 @@ def test_any_other_change_reads_as_a_whole_does(before: Any, messages: Any, afte
             st.tuples(st.just(before), st.just([*longer[:-1], *data.draw(st.lists(MESSAGE, max_size=2))]), FIELDS),
         )
     )
-    sent = encode(*changed, style)
+    first, talk, last = changed
+    sent = encode(first, talk, last, style)
     assert told(known.read("s", "messages", sent)) == told(Bodies().read("s", "messages", sent))
 
 
@@ -104,7 +105,8 @@ def turn(number: int, size: int = 1000) -> bytes:
     return json.dumps({"model": "m", "messages": messages, "tools": [{"name": "t"}]}).encode()
 
 
-def test_only_what_is_new_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all that is parsed from now on."""
     parsed: list[int] = []
 
     def count(data: bytes) -> Any:
@@ -112,6 +114,11 @@ def test_only_what_is_new_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
         return json.loads(data)
 
     monkeypatch.setattr(module, "parse", count)
+    return parsed
+
+
+def test_only_what_is_new_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = counted(monkeypatch)
     known = Bodies()
     for number in range(100, 110):
         reading = known.read("s", "chat", turn(number))
@@ -125,9 +132,7 @@ def test_only_what_is_new_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_marker_that_moves_on_costs_two_turns_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claude Code marks the last message of each request: what was the last one then reads differently now."""
-    parsed: list[int] = []
-    inner = module.parse
-    monkeypatch.setattr(module, "parse", lambda data: (parsed.append(len(data)), inner(data))[1])
+    parsed = counted(monkeypatch)
     known = Bodies()
     for number in range(50, 60):
         messages: list[Any] = [

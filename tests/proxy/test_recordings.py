@@ -217,6 +217,7 @@ def test_geminis_router_calls_open_no_session(proxies: Make, fake: FakeServer) -
     proxy = proxies(fake.url)
     for record in recorded("gemini-cli-0.61.0/tool_roundtrip"):
         proxy.post(record["path"], record["body"], headers_of(record))
+        proxy.settle()
     assert proxy.tracker.errors == 0
     (node,) = proxy.tracker.nodes.values()
     assert node.model == "gemini-3.1-pro-preview"

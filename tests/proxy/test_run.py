@@ -28,7 +28,7 @@ def ask(messages):
         return json.load(answer)["choices"][0]["message"]
 messages = [{"role": "user", "content": "go"}]
 said = ask(messages)
-time.sleep(0.3)
+time.sleep(1.0)  # long enough for a hint, also where the machine is busy
 ask([*messages, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "done"}])
 print("agent is done")
 sys.exit(7)
@@ -93,7 +93,14 @@ def test_status_of_the_shell(fake: FakeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--"], ["--upstream", "ftp://x", "--", "true"], ["--kind", "odd", "--", "true"]]
+    "words",
+    [
+        [],
+        ["--"],
+        ["--upstream", "ftp://x", "--", "true"],
+        ["--kind", "odd", "--", "true"],
+        ["--normalise", "odd", "--", "true"],
+    ],
 )
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -85,14 +85,15 @@ class Bodies:
                     break
         if best is None:
             return None
-        middle = data[at : len(data) - len(best.closing)].strip(_SPACE)
+        middle = data[at : len(data) - len(best.closing)]
+        end = at + len(middle.rstrip(_SPACE))
+        middle = middle.strip(_SPACE)
         added = parse(b"[" + middle[1:] + b"]") if middle else []
         if middle[:1] not in (b"", b",") or not isinstance(added, list) or not _all_messages(added):
             return None
         if not added and (middle or count < best.items.count):
             return None
         items = best.items.cut(count).plus(added)
-        end = len(data[: len(data) - len(best.closing)].rstrip(_SPACE)) if added else at
         ends = (*(e for e in best.ends if e[0] <= at), *([(end, items.count)] if added else ()))
         return Reading(form, data, best.frame, items, ends[-ENDS_MAX:], best.closing)
 

@@ -25,11 +25,14 @@ from tenuto.hooks import claude_run_hooks
 from tenuto.proxy.agents import LOCAL_KEY, Setting, agent_of, prepare
 from tenuto.proxy.hook_sink import HookSink
 from tenuto.proxy.launch import NOT_EXECUTABLE, NOT_FOUND, run_agent
+from tenuto.proxy.normalise import parts_of
 from tenuto.proxy.server import ProxyServer
 from tenuto.proxy.tracker import Tracker
 from tenuto.proxy.upstream import Upstream
 
 DEFAULT_LISTEN = "127.0.0.1:4040"
+# No agent waits for the proxy's hints, so a busy server may take its time over them.
+HINT_BUDGET_S = 2.0
 # A session whose agent has exited may be resumed by the next process, as scripts do.
 KEEP_S = 300.0
 
@@ -87,6 +90,12 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
         "by default found out",
     )
     parser.add_argument(
+        "--normalise",
+        metavar="PARTS",
+        help="what to rewrite in requests: attribution (Claude Code's first line), tools (their order), all or none; "
+        "by default attribution for a server of one's own, nothing for a provider's",
+    )
+    parser.add_argument(
         "--keep",
         type=float,
         default=KEEP_S,
@@ -98,6 +107,10 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _upstream(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Upstream:
+    try:
+        args.normalise = parts_of(args.normalise) if args.normalise is not None else None
+    except ValueError as error:
+        parser.error(f"--normalise: {error}")
     logging.basicConfig(level=logging.DEBUG if args.verbose else logging.ERROR, stream=sys.stderr)
     try:
         return Upstream(args.upstream or os.environ.get("TENUTO_BASE_URL") or DEFAULT_BASE_URL, args.kind)
@@ -111,6 +124,7 @@ def connector(upstream: Upstream) -> Callable[[str | None], Client]:
 
     def connect(key: str | None) -> Client:
         client = Client(upstream.url, api_key=key or "", forecaster=forecaster)
+        client.hint_budget_s = HINT_BUDGET_S
         if upstream.hosted:
             client.services.sender = None  # a provider knows no hints; pauses are still learned from
         return client
@@ -125,7 +139,7 @@ async def _run(args: argparse.Namespace, command: list[str], upstream: Upstream)
     model, context = await _served(upstream, key, args.model)
     given = key if upstream.hosted else key or LOCAL_KEY
     tracker = Tracker(connector(upstream), carry=upstream.kind == "tenuto", one_run=True, run_key=given)
-    server = ProxyServer(upstream, tracker, HookSink(tracker, keep_s=args.keep, one_run=True))
+    server = ProxyServer(upstream, tracker, HookSink(tracker, keep_s=args.keep, one_run=True), args.normalise)
     await server.start()
     try:
         agent = args.agent or agent_of(command)[0]
@@ -167,7 +181,7 @@ async def _served(upstream: Upstream, key: str | None, model: str | None) -> tup
 async def _serve(args: argparse.Namespace, upstream: Upstream, host: str, port: int) -> None:
     reachable = await upstream.probe()
     tracker = Tracker(connector(upstream), carry=upstream.kind == "tenuto")
-    server = ProxyServer(upstream, tracker, HookSink(tracker, keep_s=args.keep))
+    server = ProxyServer(upstream, tracker, HookSink(tracker, keep_s=args.keep), args.normalise)
     await server.start(host, port)
     print(f"tenuto proxy: {server.url} -> {upstream.url} ({upstream.kind})", flush=True)
     if not reachable:

@@ -1,23 +1,58 @@
-"""One client connection of the proxy: requests in, answers out, over h11. ``Front`` owns the socket's protocol state."""
+"""One client connection of the proxy: requests in, answers out, over h11. ``Front`` owns the socket's protocol state.
+
+Events that belong together are written together: every write is a system call, and a round of the event loop for the peer.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 import h11
 
-READ_BYTES = 64 * 1024
+READ_BYTES = 256 * 1024
 HEAD_BYTES_MAX = 128 * 1024
 IDLE_S = 600.0
 BODY_STALL_S = 60.0
-PIPELINE_BYTES_MAX = 1 << 20
+# What may wait here unread: a body under way, or what a client sends ahead while its answer is not out.
+WAITING_BYTES_MAX = 1 << 20
+
+
+class _Reader(asyncio.StreamReader):
+    """A stream reader that says at once when the client has closed its side, whoever is reading or not."""
+
+    on_gone: Callable[[], object] | None = None
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self._tell()
+
+    def set_exception(self, exc: Exception) -> None:
+        super().set_exception(exc)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_gone is not None:
+            tell, self.on_gone = self.on_gone, None
+            tell()
+
+
+async def listen(host: str, port: int, serve: Callable[[Front], Coroutine[Any, Any, None]]) -> asyncio.Server:
+    """Accepts connections; ``serve`` runs for each. Raises ``OSError``."""
+    loop = asyncio.get_running_loop()
+
+    def connection() -> asyncio.StreamReaderProtocol:
+        reader = _Reader(limit=WAITING_BYTES_MAX, loop=loop)
+        return asyncio.StreamReaderProtocol(reader, lambda _, writer: serve(Front(reader, writer)), loop=loop)
+
+    return await loop.create_server(connection, host, port)
 
 
 class Front:
     """Reads one request after the other and writes their answers."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: _Reader, writer: asyncio.StreamWriter) -> None:
         self.h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         self._reader = reader
         self._writer = writer
@@ -52,18 +87,16 @@ class Front:
             async with asyncio.timeout(BODY_STALL_S):
                 self.h11.receive_data(await self._reader.read(READ_BYTES))
 
-    async def gone(self) -> None:
-        """Returns when the client has closed its side; what it sends meanwhile is kept for its next request."""
-        kept = 0
-        while data := await self._reader.read(READ_BYTES):
-            self.h11.receive_data(data)
-            kept += len(data)
-            if kept > PIPELINE_BYTES_MAX:
-                await asyncio.Event().wait()  # never set: nothing more is read until the answer is out
+    def when_gone(self, tell: Callable[[], object] | None) -> None:
+        """Calls ``tell`` once when the client closes its side, at once where it has; None calls nobody any more. What the
+        client sends meanwhile waits for its next request."""
+        self._reader.on_gone = tell
+        if tell is not None and (self._reader.at_eof() or self._reader.exception() is not None):
+            self._reader._tell()
 
-    async def send(self, event: h11.Event) -> None:
-        """Writes one event; waits only when the client does not keep up."""
-        await self._write(self.h11.send(event))
+    async def send(self, *events: h11.Event) -> None:
+        """Writes events in one piece; waits only when the client does not keep up."""
+        await self._write(b"".join([self.h11.send(event) or b"" for event in events]))
 
     async def answer(
         self, status: int, body: bytes, headers: Iterable[tuple[str, str]] = (), *, head_only: bool = False

@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 import h11
 
-from tenuto.proxy.front import Front
-from tenuto.proxy.normalise import strip_attribution
+from tenuto.proxy.bodies import decoded
+from tenuto.proxy.front import Front, listen
+from tenuto.proxy.normalise import normalised
 from tenuto.proxy.reading import dialect
 from tenuto.proxy.refusals import refusal
 from tenuto.proxy.tracker import Ticket, Tracker
@@ -43,15 +44,19 @@ class TooLarge(ValueError):
 
 
 class ProxyServer:
-    """``tracker``: sees every generation; ``on_hook``: gets the path and body of every hook call."""
+    """``tracker``: sees every generation; ``on_hook``: gets the path and body of every hook call; ``normalise``: parts of
+    ``normalise.PARTS`` to rewrite, by default the attribution line for a server of one's own, and nothing for others."""
 
-    def __init__(self, upstream: Upstream, tracker: Tracker, on_hook: OnHook) -> None:
+    def __init__(
+        self, upstream: Upstream, tracker: Tracker, on_hook: OnHook, normalise: frozenset[str] | None = None
+    ) -> None:
         self.upstream = upstream
         self.tracker = tracker
         self.counts: Counter[str] = Counter()
         self.port = 0
         self.host = ""
         self._on_hook = on_hook
+        self._normalise = normalise
         self._fronts: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
         self._started_s = time.monotonic()
@@ -64,7 +69,7 @@ class ProxyServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listens; port 0 takes a free one. Raises ``OSError``."""
-        self._listener = await asyncio.start_server(self._connected, host, port, limit=64 * 1024)
+        self._listener = await listen(host, port, self._connected)
         self.host, self.port = self._listener.sockets[0].getsockname()[:2]
 
     async def aclose(self) -> None:
@@ -78,8 +83,7 @@ class ProxyServer:
 
     # -- connections ------------------------------------------------------------------------------------------------
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        front = Front(reader, writer)
+    async def _connected(self, front: Front) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._fronts.add(task)
@@ -161,27 +165,45 @@ class ProxyServer:
     ) -> None:
         self.counts["requests"] += 1
         body, complete = await _read_body(front, headers)
-        if complete and not self.upstream.hosted:
-            body = strip_attribution(body)
+        plain = False
+        if complete and dialect(target) is not None:
+            body, plain = self._prepared(headers, body)
+            if plain:
+                headers = {name: value for name, value in headers.items() if name != "content-encoding"}
         ticket = self.tracker.open(target, headers, body if complete else b"", run)
-        outgoing = self._head(request, target, ticket, len(body) if complete else None)
+        outgoing = self._head(request, target, ticket, len(body) if complete else None, plain)
         if not complete:
             await self._relay(front, outgoing, body, ticket, rest=True)
             return
-        relay = asyncio.ensure_future(self._relay(front, outgoing, body, ticket, rest=False))
-        gone = asyncio.ensure_future(front.gone())
+        task, gone = asyncio.current_task(), False
+
+        def cancel() -> None:
+            nonlocal gone
+            gone = True
+            assert task is not None
+            task.cancel()
+
+        front.when_gone(cancel)
         try:
-            await asyncio.wait((relay, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not relay.done():
-                self.counts["cancelled"] += 1
-        finally:
-            gone.cancel()
-            relay.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
-        try:
-            await relay
+            await self._relay(front, outgoing, body, ticket, rest=False)
         except asyncio.CancelledError:
+            if not gone:
+                raise  # the proxy itself is closing
+            self.counts["cancelled"] += 1
             raise ConnectionResetError("the client left") from None
+        finally:
+            front.when_gone(None)
+
+    def _prepared(self, headers: dict[str, str], body: bytes) -> tuple[bytes, bool]:
+        """A body as it goes upstream, and whether it was unpacked for that: only Tenuto is known to unpack bodies."""
+        parts = self._normalise
+        if parts is None:
+            parts = frozenset() if self.upstream.hosted else frozenset({"attribution"})
+        coding = headers.get("content-encoding", "")
+        if not parts or (coding and self.upstream.kind == "tenuto"):
+            return body, False
+        plain = decoded(body, coding)
+        return (body, False) if plain is None else (normalised(plain, parts), bool(coding))
 
     async def _relay(
         self, front: Front, outgoing: h11.Request, body: bytes, ticket: Ticket | None, *, rest: bool
@@ -245,28 +267,47 @@ class ProxyServer:
 
     async def _pass_on(self, front: Front, link: Link, response: h11.Response, ticket: Ticket | None) -> None:
         headers: Headers = [(n, v) for n, v in response.headers.raw_items() if n.lower() not in HOP_BY_HOP]
-        await front.send(h11.Response(status_code=response.status_code, headers=headers, reason=bytes(response.reason)))
         told = dict(response.headers)
         readable = told.get(b"content-encoding", b"identity") == b"identity"
         copy: list[bytes] | None = [] if ticket is not None and response.status_code < 300 and readable else None
         size = 0
-        while not isinstance(event := await link.receive(), h11.EndOfMessage):
-            if not isinstance(event, h11.Data):
-                raise ConnectionResetError("the upstream closed the connection in the middle of its answer")
-            await front.send(event)
+        waiting: list[h11.Event] = [
+            h11.Response(status_code=response.status_code, headers=headers, reason=bytes(response.reason))
+        ]
+        while (event := await self._next(front, link, waiting)) is not None:
+            waiting.append(event)
             size += len(event.data)
             if copy is not None:
                 copy.append(bytes(event.data))
                 copy = copy if size <= COPY_BYTES_MAX else None
-        await front.send(h11.EndOfMessage())
+        await front.send(*waiting, h11.EndOfMessage())
         if ticket is not None:
             self.tracker.study(ticket)
         if ticket is not None and copy:
             streamed = b"text/event-stream" in told.get(b"content-type", b"")
             self.tracker.answered(ticket, b"".join(copy), streamed=streamed)
 
-    def _head(self, request: h11.Request, target: str, ticket: Ticket | None, length: int | None) -> h11.Request:
-        """The request's head as it goes upstream."""
+    async def _next(self, front: Front, link: Link, waiting: list[h11.Event]) -> h11.Data | None:
+        """The next piece of an answer; None at its end. What waits goes out before there is anything to wait for."""
+        event: object = None
+        try:
+            event = link.ready()
+        finally:
+            if event is None or not isinstance(event, (h11.Data, h11.EndOfMessage)):
+                await front.send(*waiting)
+                waiting.clear()
+        if event is None:
+            event = await link.receive()
+        if isinstance(event, h11.EndOfMessage):
+            return None
+        if not isinstance(event, h11.Data):
+            raise ConnectionResetError("the upstream closed the connection in the middle of its answer")
+        return event
+
+    def _head(
+        self, request: h11.Request, target: str, ticket: Ticket | None, length: int | None, plain: bool
+    ) -> h11.Request:
+        """The request's head as it goes upstream. ``plain``: the body has been unpacked."""
         extra = {
             name.encode(): value.encode("utf-8", "replace") for name, value in (ticket.extra if ticket else {}).items()
         }
@@ -275,6 +316,8 @@ class ProxyServer:
         replaced = {b"host", *extra}
         if length is not None:
             replaced.add(b"content-length")
+        if plain:
+            replaced.add(b"content-encoding")
         headers: Headers = [(b"Host", self.upstream.host_header)]
         headers += [
             (name, value)

@@ -22,7 +22,8 @@ CONNECT_S = 5.0
 PROBE_S = 4.0
 IDLE_S = 30.0
 IDLE_MAX = 32
-READ_BYTES = 64 * 1024
+READ_BYTES = 256 * 1024
+WAITING_BYTES_MAX = 1 << 20
 HEAD_BYTES_MAX = 128 * 1024
 
 
@@ -45,6 +46,11 @@ class Link:
         data = b"".join(self.h11.send(event) or b"" for event in events)
         self._writer.write(data)
         await self._writer.drain()
+
+    def ready(self) -> h11.Event | None:
+        """The next event where it has arrived with the one before; None otherwise."""
+        event = self.h11.next_event()
+        return None if event is h11.NEED_DATA or event is h11.PAUSED else event  # type: ignore[return-value]
 
     async def receive(self) -> h11.Event | type[h11.PAUSED]:
         """The next event. Raises ``ConnectionError`` when the upstream closes in the middle of an answer."""
@@ -140,7 +146,7 @@ class Upstream:
                     self.port,
                     ssl=self.tls,
                     server_hostname=self.name if self.tls else None,
-                    limit=READ_BYTES,
+                    limit=WAITING_BYTES_MAX,
                 )
         except TimeoutError:
             raise Unreachable(f"{self.url} did not accept a connection within {CONNECT_S:g} s") from None
