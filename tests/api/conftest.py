@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import uvicorn
 
-from tenuto.wire import CacheReport, Divergence, Receipt, SessionView
+from tenuto.wire import Divergence, Receipt, SessionView
 from tenuto_server.api.app import WEBSOCKETS, create_app
 from tenuto_server.api.limits import HttpProtocol
 from tenuto_server.api.service import Patience, ServedModel, Service
@@ -27,6 +27,7 @@ from tenuto_server.engine.loop import EngineLoop
 from tenuto_server.engine.plan import (
     HintsDone,
     Output,
+    Report,
     SessionsOut,
     StepPlan,
     TokensOut,
@@ -109,8 +110,8 @@ class ScriptedEngine:
                 return [SessionsOut(event.ticket, tuple(views))]
         return []
 
-    def _report(self, turn: SubmitTurn) -> CacheReport:
-        return CacheReport(
+    def _report(self, turn: SubmitTurn) -> Report:
+        return Report(
             session=turn.session or "chain-1",
             prompt_tokens=len(turn.tokens),
             cached={"device": 3, "host": 2},

@@ -19,7 +19,7 @@ TENS = tuple(10.0 + i / 64 for i in range(64))
 
 
 def paused(kind: PauseKind = "tool", elapsed_s: float = 0.0, tokens: int = 2000, **more: object) -> PauseView:
-    return replace(PauseView("t", kind, "make", elapsed_s, context_tokens=tokens), **more)  # type: ignore[arg-type]
+    return PauseView("t", kind, "make", elapsed_s, context_tokens=tokens)._replace(**more)  # type: ignore[arg-type]
 
 
 def extent(rate: float, last_used_s: float = 100.0, on: tuple[TierName, ...] = ("device",)) -> ExtentView:
@@ -127,7 +127,7 @@ def test_kvflow_evicts_the_farthest_step_and_shares_the_nearest(system: SystemVi
     policy = make_policy("kvflow")
 
     def rate(kind: PauseKind, **more: object) -> float:
-        return policy.retention(replace(paused(kind), **more), PauseStats(), system).rate  # type: ignore[arg-type]
+        return policy.retention(paused(kind)._replace(**more), PauseStats(), system).rate  # type: ignore[arg-type]
 
     kinds: tuple[PauseKind, ...] = ("human", "subagent", "tool")
     farthest_first = [extent(rate(kind), 100.0 - i) for i, kind in enumerate(kinds)]

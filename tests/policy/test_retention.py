@@ -26,7 +26,7 @@ KNOWN = Known({"tool": EXPONENTIAL, "human": LONG})
 
 
 def paused(kind: PauseKind = "tool", elapsed_s: float = 0.0, **more: object) -> PauseView:
-    return replace(PauseView("t", kind, None, elapsed_s, context_tokens=1600, turns=3), **more)  # type: ignore[arg-type]
+    return PauseView("t", kind, None, elapsed_s, context_tokens=1600, turns=3)._replace(**more)  # type: ignore[arg-type]
 
 
 def priced(system: SystemView, device: float = 0.0, host: float = 0.0) -> SystemView:
@@ -55,11 +55,11 @@ def test_a_known_pause_is_worth_one_over_the_rest(system: SystemView) -> None:
 
 def test_a_forecast_rises_as_the_return_nears(system: SystemView) -> None:
     pause = paused("human", forecast=Forecast(p50_s=100.0, p90_s=120.0))
-    rates = [TENUTO.retention(replace(pause, elapsed_s=e), KNOWN, system).rate for e in (0.0, 30.0, 60.0, 80.0)]
+    rates = [TENUTO.retention(pause._replace(elapsed_s=e), KNOWN, system).rate for e in (0.0, 30.0, 60.0, 80.0)]
     assert rates == sorted(rates)
     assert rates[-1] > 2 * rates[0]
     # Well after the stated return, only what is known without it is left.
-    late = replace(pause, elapsed_s=600.0)
+    late = pause._replace(elapsed_s=600.0)
     assert TENUTO.retention(late, KNOWN, system).rate == pytest.approx(
         NONE.retention(late, KNOWN, system).rate, rel=0.5
     )
@@ -67,7 +67,7 @@ def test_a_forecast_rises_as_the_return_nears(system: SystemView) -> None:
 
 def test_a_forecast_counts_from_when_it_was_given(system: SystemView) -> None:
     pause = paused(elapsed_s=200.0, forecast=Forecast(p50_s=10.0, p90_s=11.0), forecast_at_s=200.0)
-    early = replace(pause, forecast_at_s=0.0)
+    early = pause._replace(forecast_at_s=0.0)
     assert TENUTO.retention(pause, KNOWN, system).rate > 2 * TENUTO.retention(early, KNOWN, system).rate
 
 
@@ -222,7 +222,7 @@ def test_prefetch_leads_the_forecast_return(system: SystemView) -> None:
     found = TENUTO.retention(pause, known, full)
     assert found.prefetch_s is not None
     assert 500.0 < found.prefetch_s < 1000.0
-    late = TENUTO.retention(replace(pause, elapsed_s=990.0), known, full).prefetch_s
+    late = TENUTO.retention(pause._replace(elapsed_s=990.0), known, full).prefetch_s
     assert late is not None
     assert late < 20.0
 
@@ -335,7 +335,7 @@ def test_a_false_end_is_weighed_and_a_true_one_frees_at_once() -> None:
     assert (gone.rate, gone.valid_s, gone.lease_s) == (0.0, inf, 0.0)
     doubted = TENUTO.retention(ended, replace(KNOWN, back_after_end=0.5), SYSTEM).rate
     ignored = TENUTO.retention(ended, replace(KNOWN, back_after_end=1.0), SYSTEM).rate
-    silent = TENUTO.retention(replace(ended, end_keep_s=None), KNOWN, SYSTEM).rate
+    silent = TENUTO.retention(ended._replace(end_keep_s=None), KNOWN, SYSTEM).rate
     assert 0.0 < doubted < 0.6 * silent
     assert ignored == pytest.approx(silent)
 

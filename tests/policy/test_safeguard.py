@@ -17,7 +17,7 @@ STATS = PauseStats()
 
 
 def paused(elapsed_s: float, **more: object) -> PauseView:
-    return replace(PauseView("t", "tool", None, elapsed_s, context_tokens=1600), **more)  # type: ignore[arg-type]
+    return PauseView("t", "tool", None, elapsed_s, context_tokens=1600)._replace(**more)  # type: ignore[arg-type]
 
 
 def test_the_shadow_is_lru_by_hand() -> None:

@@ -17,7 +17,7 @@ from .conftest import SYSTEM
 def extent(
     start: int = 0, blocks: int = 10, rate: float = 0.01, last_used_s: float = 0.0, **more: object
 ) -> ExtentView:
-    return replace(ExtentView(start, blocks, 1, rate, last_used_s, 3, ("device",)), **more)  # type: ignore[arg-type]
+    return ExtentView(start, blocks, 1, rate, last_used_s, 3, ("device",))._replace(**more)  # type: ignore[arg-type]
 
 
 def change(system: SystemView, tier: TierName, **more: object) -> SystemView:
@@ -196,7 +196,7 @@ def test_without_trust_everything_goes_down_a_tier_as_under_lru(system: SystemVi
     assert tiering.keep_below(once, "device", system) is None
     assert tiering.keep_below(once, "device", distrusted) == "host"
     assert tiering.keep_below(once, "host", distrusted) == "disk"
-    assert tiering.keep_below(replace(once, on=("device", "host")), "device", distrusted) is None
+    assert tiering.keep_below(once._replace(on=("device", "host")), "device", distrusted) is None
 
 
 def test_a_restore_is_not_split_where_computing_holds_up_more_than_it_saves(system: SystemView) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tenuto.wire import CacheReport, Envelope
+from tenuto.wire import Envelope
 from tenuto_server.engine.events import (
     CancelTurn,
     Event,
@@ -24,6 +24,7 @@ from tenuto_server.engine.plan import (
     ForwardRow,
     HintsDone,
     Output,
+    Report,
     SessionsOut,
     StepPlan,
     TokensOut,
@@ -71,10 +72,10 @@ class SmallEngine:
         match event:
             case SubmitTurn():
                 self.turns[event.request_id] = (event, 0)
-                return [TurnStarted(event.request_id, "s", CacheReport())]
+                return [TurnStarted(event.request_id, "s", Report())]
             case CancelTurn():
                 self.turns.pop(event.request_id, None)
-                return [TurnDone(event.request_id, "cancelled", 0, CacheReport())]
+                return [TurnDone(event.request_id, "cancelled", 0, Report())]
             case HintBatch():
                 return [HintsDone(event.ticket, ())]
             case QuerySessions():
@@ -86,7 +87,7 @@ class SmallEngine:
                     self.turns[name] = (turn, made + 1)
                     if made + 1 == turn.sampling.max_tokens:
                         del self.turns[name]
-                        outputs.append(TurnDone(name, "length", made + 1, CacheReport()))
+                        outputs.append(TurnDone(name, "length", made + 1, Report()))
                 return outputs
         return []
 

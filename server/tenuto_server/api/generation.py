@@ -184,7 +184,7 @@ class Generation:
         if not self.admitted:
             self._service.meters.queue.observe(time.monotonic() - self._began)
             self._arrived(output.session)
-        self.admitted, self.report = True, output.report
+        self.admitted, self.report = True, output.report.wire()
 
     def _arrived(self, session: str) -> None:
         """The engine has named the session: compares the request with the session's last one."""
@@ -215,7 +215,7 @@ class Generation:
 
     async def _on_done(self, output: TurnDone) -> str:
         self._submitted = False
-        self.report = output.report
+        self.report = output.report.wire()
         if output.reason == "error":
             detail = output.error or "the turn failed"
             if not self._service.loop.healthy:

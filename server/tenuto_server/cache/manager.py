@@ -78,7 +78,9 @@ class CacheManager:
                 self.tiers.touch(match.path[-1])
             if match.partial is match.path[-1]:
                 match.partial_at -= match.last_blocks
-        table = BlockTable(root, tip, np.full(-(-capacity_tokens // size), -1, np.int32), match.blocks)
+        blocks = np.empty(-(-capacity_tokens // size), np.int32)
+        blocks.fill(-1)
+        table = BlockTable(root, tip, blocks, match.blocks)
         self.tiers.pin_path(tip, 1)
         self.tables.add(table)
         self._acquire_partial(table, match)
@@ -294,7 +296,7 @@ class CacheManager:
         if not table.owned:
             return
         mine = table.private[first:end]
-        count = int(mine.sum())
+        count = int(np.count_nonzero(mine))
         if not count:
             return
         if give_back:

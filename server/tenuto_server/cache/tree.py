@@ -37,9 +37,10 @@ def common_tokens(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     n = min(len(a), len(b))
     if not n:
         return 0
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax())
-    return first if differs[first] else n
+    a, b = a[:n], b[:n]
+    if a.tobytes() == b.tobytes():  # mostly; twice as fast as to look for a difference
+        return n
+    return int((a != b).argmax())
 
 
 class PrefixTree:

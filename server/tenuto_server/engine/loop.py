@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tenuto.wire import CacheReport
 from tenuto_server.engine.events import Event, ForwardDone, HintBatch, QuerySessions, SubmitTurn
 from tenuto_server.engine.plan import (
     FinishReason,
     ForwardPlan,
     HintsDone,
     Output,
+    Report,
     SessionsOut,
     StepPlan,
     TokensOut,
@@ -313,6 +313,6 @@ class EngineLoop:
             self._turns_waiting = self._requests_waiting = 0
         for request_id in turns:
             finish: FinishReason = "error" if failed else "cancelled"
-            self._route(TurnDone(request_id, finish, 0, CacheReport(), error=reason))
+            self._route(TurnDone(request_id, finish, 0, Report(), error=reason))
         for ticket, (event, _) in tickets:
             self._route(HintsDone(ticket, ()) if isinstance(event, HintBatch) else SessionsOut(ticket, ()))

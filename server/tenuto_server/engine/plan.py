@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
 
-from tenuto.wire import CacheReport, Receipt, SessionView
+from tenuto.wire import CacheReport, Divergence, Lease, MissLabel, Receipt, SessionView
 from tenuto_server.engine.events import Sampling, SlotArray, TokenArray
 
 TierName: TypeAlias = Literal["device", "host", "disk"]
@@ -62,13 +64,48 @@ class Transfer:
     urgent: bool = False
 
 
+class Report(NamedTuple):
+    """Where the tokens of a turn's prompt came from; the fields of ``CacheReport``, which ``wire`` makes of it."""
+
+    session: str | None = None
+    prompt_tokens: int = 0
+    cached: Mapping[TierName, int] = MappingProxyType({})
+    recomputed: Mapping[MissLabel, int] = MappingProxyType({})
+    restore_wait_s: float = 0.0
+    queue_wait_s: float = 0.0
+    ttft_s: float | None = None
+    lease: Lease | None = None
+    divergence: Divergence | None = None
+    receipts: tuple[Receipt, ...] = ()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed again, over all tiers."""
+        return sum(self.cached.values())
+
+    def wire(self) -> CacheReport:
+        """As clients see it."""
+        return CacheReport(
+            session=self.session,
+            prompt_tokens=self.prompt_tokens,
+            cached=dict(self.cached),
+            recomputed=dict(self.recomputed),
+            restore_wait_s=self.restore_wait_s,
+            queue_wait_s=self.queue_wait_s,
+            ttft_s=self.ttft_s,
+            lease=self.lease,
+            divergence=self.divergence,
+            receipts=self.receipts,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
     """The turn was admitted; ``report`` says where its prompt comes from."""
 
     request_id: str
     session: str
-    report: CacheReport
+    report: Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +123,7 @@ class TurnDone:
     request_id: str
     reason: FinishReason
     completion_tokens: int
-    report: CacheReport
+    report: Report
     error: str | None = None
 
 

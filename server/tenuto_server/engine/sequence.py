@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tenuto.wire import CacheReport, Divergence, Receipt
+from tenuto.wire import Divergence, Receipt
 from tenuto_server.cache.table import BlockTable
 from tenuto_server.engine.events import SubmitTurn, TokenArray
+from tenuto_server.engine.plan import Report
 from tenuto_server.engine.session import Session
 from tenuto_server.engine.speculate import Guesser
 
@@ -75,10 +76,10 @@ class Sequence:
             grown[: self.count] = self.tokens[: self.count]
             self.tokens = grown
 
-    def report(self, session: Session, now_ns: int) -> CacheReport:
+    def report(self, session: Session, now_ns: int) -> Report:
         """What the answer tells about its cache."""
         ttft = None if self.first_token_ns is None else (self.first_token_ns - self.arrived_ns) / 1e9
-        return CacheReport(
+        return Report(
             session=session.id,
             prompt_tokens=self.prompt_tokens,
             cached={tier: n for tier, n in self.cached.items() if n > 0},  # type: ignore[misc]

@@ -9,7 +9,8 @@ from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from tenuto.wire import CacheReport, Forecast, Lease, PauseKind, SessionView
+from tenuto.wire import Forecast, Lease, PauseKind, SessionView
+from tenuto_server.engine.plan import Report
 from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.decision import Retention
 from tenuto_server.policy.index import Outlook
@@ -106,7 +107,7 @@ class Session:
     lease_broken: bool = False
     prefetch: Literal["", "running", "done"] = ""
     timer: int = 0
-    last: CacheReport | None = None
+    last: Report | None = None
 
     @property
     def state(self) -> State:
@@ -253,5 +254,5 @@ class SessionTable:
             lease=session.lease(now_ns),
             drafted=session.drafted,
             confirmed=session.confirmed,
-            last=session.last,
+            last=session.last.wire() if session.last is not None else None,
         )

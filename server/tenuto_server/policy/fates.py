@@ -13,13 +13,14 @@ from tenuto_server.policy.priors import P_INTACT, P_RETURN
 
 DEPTHS_PER_OCTAVE = 8
 """Sizes are told apart in steps of 9 %."""
+_LOG2 = log(2.0)
 _PRIOR_PAUSES = 20.0
 _CAP = 4000.0
 
 
 def depth_of(context_tokens: int) -> int:
     """The size class of a context."""
-    return int(DEPTHS_PER_OCTAVE * log(max(1, context_tokens)) / log(2.0))
+    return int(DEPTHS_PER_OCTAVE * log(context_tokens if context_tokens > 1 else 1) / _LOG2)
 
 
 class _Fate:

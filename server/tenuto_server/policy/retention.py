@@ -40,6 +40,7 @@ LOOK_MIN = 0.02
 """A look of less than this share of the precision that its kind of pause has anyway is none."""
 WEIGHT_MAX = 0.97
 """However good a client's forecasts were, some miss by far: what outlasts its forecast is worth what it would be without."""
+_FIRST_BLOCK = ExtentView(0, 1, 1, 0.0, 0.0, 2)
 P_RETURN_STATED = 0.99
 P_RETURN_ENDED = 0.3
 """Assumed: a session that its harness ended but asked to keep comes back this often (no corpus records it)."""
@@ -274,9 +275,8 @@ def _lease(
     costs more the later it stands). ``reading``: an index i counts for rate = (i * intact) ** trust / scale.
     """
     intact, scale, trust = reading
-    front = ExtentView(0, 1, 1, 0.0, 0.0, 2)
     limit_s = min(x + LEASE_MAX_S, curve.return_by(x, LEASE_SHARE, before))
-    for i, ((view, value, _), first) in enumerate(zip(values, saved_by_tier(front, system), strict=True)):
+    for i, ((view, value, _), first) in enumerate(zip(values, saved_by_tier(_FIRST_BLOCK, system), strict=True)):
         if value <= 0.0:
             continue  # nothing is kept where loading takes as long as computing
         threshold, price = 0.0, max(view.price, view.cleared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.index import Outlook
@@ -29,8 +29,7 @@ class History:
     ewma_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PauseView:
+class PauseView(NamedTuple):
     """One paused session. ``elapsed_s``: seconds since its turn ended.
 
     ``kind`` "unknown": nothing tells what the pause is; ``kind_counts`` then says how many pauses of this session turned
@@ -109,8 +108,7 @@ class SystemView:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class ExtentView:
+class ExtentView(NamedTuple):
     """A run of blocks of one prefix. ``start``: token position of its first block; ``rate``: summed return rate (1/s) of
     the sessions that use it (``Retention.rate``); ``last_used_s``: when a turn last used it, in absolute seconds of the
     engine's clock (priorities are computed at different moments and must stay comparable); ``uses``: turns that used it."""
