@@ -1,6 +1,6 @@
 """Compiling every kernel ahead of time, without a GPU: does it compile, and what does it cost the device.
 
-`python -m tenuto_kernels.gpu.aot` prints a table, with `--json` one JSON list. The variants are the shapes of models the
+`python -m tenuto_kernels.gpu.aot` prints a table, with `--markdown` the one of docs/benchmarks.md, with `--json` one JSON list. The variants are the shapes of models the
 server knows; launch options are those the wrappers use. Owns no state.
 """
 
@@ -186,17 +186,35 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
 
+def _markdown(costs: list[Cost]) -> str:
+    """One line a kernel, one pair of columns an architecture."""
+    lines = ["| kernel | registers | shared memory, KiB | spilled bytes |", "| --- | ---: | ---: | ---: |"]
+    for name in dict.fromkeys(cost.name for cost in costs):
+        of = [cost for cost in costs if cost.name == name]
+        cells = [
+            " / ".join(str(cost.registers) for cost in of),
+            " / ".join(f"{cost.shared_bytes / 1024:.3g}" for cost in of),
+            " / ".join(str(cost.spill_bytes) for cost in of),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tenuto_kernels.gpu.aot", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    parser.add_argument("--markdown", action="store_true", help="a table for a document instead")
     parser.add_argument("--only", metavar="REGEX", default="", help="the kernels whose whole name matches")
     options = parser.parse_args()
     chosen = [v for v in variants() if not options.only or re.fullmatch(options.only, v.name)]
     costs = [compile_variant(variant, arch) for variant in chosen for arch in ARCHITECTURES]
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs]))
+        return
+    if options.markdown:
+        print(_markdown(costs))
         return
     print(f"{'kernel':28} {'arch':>5} {'registers':>9} {'shared':>8} {'spilled':>8}")
     for cost in costs:
