@@ -390,3 +390,21 @@ def test_a_restore_that_fails_turns_into_compute(kit: SimpleNamespace, kind: str
         assert metrics["transfers_failed_total"]["host>device"] == len(broken)
     if kind == "never":
         assert metrics["restores_late_total"] >= 1
+
+
+def test_a_long_unattended_prompt_lets_an_attended_one_by(kit: SimpleNamespace) -> None:
+    """The batch prompt takes seven steps of 24 tokens; the other arrives after the first of them and waits for one at most."""
+    firsts = {}
+    for attended in (None, False):
+        world = kit.world("tenuto", device=200)
+        long, short = np.arange(160, dtype=np.int32) % kit.vocab, np.arange(8, dtype=np.int32) + 3
+        batch = world.submit(SubmitTurn("b", "t", long, Sampling(4), session="b", attended=attended))
+        watched = world.submit(SubmitTurn("w", "t", short, Sampling(4), session="w"), in_s=0.01)
+        world.run()
+        assert batch.tokens == kit.reference(long.tolist(), 4)
+        assert watched.tokens == kit.reference(short.tolist(), 4)
+        assert watched.first_token_ns is not None
+        firsts[attended] = watched.first_token_ns - watched.submitted_ns
+    step_ns = 25e6  # 24 tokens and a millisecond
+    assert firsts[None] > 5 * step_ns
+    assert firsts[False] <= 2 * step_ns

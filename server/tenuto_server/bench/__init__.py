@@ -14,6 +14,7 @@ _BENCHES = {
     "kernels": ("tenuto_server.bench.kernels", "linear layers and paged attention of this machine"),
     "quality": ("tenuto_server.bench.quality", "perplexity and greedy agreement of every form of weights"),
     "restore": ("tenuto_server.bench.restore", "time to first token after a pause, by where the KV was"),
+    "speculate": ("tenuto_server.bench.speculate", "decoding with guesses beside decoding without"),
     "parity": ("tenuto_server.parity.command", "the simulator against the engine with a real model"),
 }
 
