@@ -22,47 +22,75 @@ def paused(elapsed_s: float, **more: object) -> PauseView:
 
 def test_the_shadow_is_lru_by_hand() -> None:
     guard = Safeguard(100)
-    guard.turn(1, 60, 0, 0)
-    guard.turn(2, 30, 0, 0)
-    guard.turn(3, 40, 0, 0)  # 130 in 100: session 1 keeps 30 of 60
+    guard.turn(1, 60, 0, [0])
+    guard.turn(2, 30, 0, [0])
+    guard.turn(3, 40, 0, [0])  # 130 in 100: session 1 keeps 30 of 60
     assert guard.lead == 0.0
-    guard.turn(1, 60, 60, 60)  # the cache found 60, the shadow 30
+    guard.turn(1, 60, 60, [60])  # the cache found 60, the shadow 30
     assert guard.lead == pytest.approx((60 - 30) / 60)
     # 30 + 40 + 60 in 100: session 2 lost all its 30, for session 1. Only half of what it shared could be found.
-    guard.turn(2, 30, 20, 20)
+    guard.turn(2, 30, 20, [20])
     keep = 1.0 - 1.0 / 400.0
     assert guard.lead == pytest.approx((30 * keep + 20) / (60 * keep + 20))
 
 
 def test_what_is_forgotten_makes_room() -> None:
     guard = Safeguard(100)
-    guard.turn(1, 60, 0, 0)
-    guard.turn(2, 40, 0, 0)
+    guard.turn(1, 60, 0, [0])
+    guard.turn(2, 40, 0, [0])
     guard.end(2)
-    guard.turn(3, 40, 0, 0)
-    guard.turn(1, 60, 60, 0)
+    guard.turn(3, 40, 0, [0])
+    guard.turn(1, 60, 60, [0])
     assert guard.lead == pytest.approx(-1.0)
 
 
 def test_trust_falls_while_the_shadow_leads_and_comes_back() -> None:
     guard = Safeguard(1000)
-    guard.turn(1, 100, 0, 0)
+    guard.turn(1, 100, 0, [0])
     for i in range(1, 201):
-        guard.turn(1, 100, 100, 0)
+        guard.turn(1, 100, 100, [0])
         assert guard.trust == pytest.approx(max(0.0, FULL - FALL * i))
     for _ in range(5000):
-        guard.turn(1, 100, 100, 100)
+        guard.turn(1, 100, 100, [100])
     assert guard.trust == FULL
+
+
+def test_what_lies_on_a_slow_tier_counts_for_what_it_saves() -> None:
+    worth = (1.0, 0.9, 0.25)
+    guard = Safeguard(100, 300, 700)
+    for session in range(7):
+        guard.turn(session, 100, 0, (0, 0, 0), worth)
+    # 6 is on the shadow's device, 5 and 4 on its host, 3 to 0 on its disk.
+    guard.turn(3, 100, 100, (0, 100, 0), worth)  # the cache had it one tier higher
+    assert guard.lead == pytest.approx(0.9 - 0.25)
+    assert guard.trust == FULL
+    # Now 3 is on the device, 6 and 5 on the host, 4 and 2 to 0 on the disk; found 40 higher and 60 not at all.
+    guard.turn(5, 100, 100, (40, 0, 0), worth)
+    keep = 1.0 - 1.0 / 400.0
+    assert guard.lead == pytest.approx((0.65 * keep + 0.4 - 0.9) / (keep + 1.0))
+
+
+def test_losing_on_the_device_what_the_host_gives_back_at_once_costs_no_trust() -> None:
+    guard = Safeguard(100, 300)
+    for session in (1, 2, 3) * 100:
+        guard.turn(session, 90, 90, (0, 90), (1.0, 0.999))
+    assert guard.trust == FULL
+    for session in (1, 2, 3) * 100:
+        guard.turn(session, 90, 90, (0, 90), (1.0, 0.5))
+    assert guard.trust == FULL  # LRU would find them on its host too: three contexts in turn, one fits the device
+    for _ in range(300):
+        guard.turn(1, 90, 90, (0, 90), (1.0, 0.5))
+    assert guard.trust == 0.0  # it would have this one on the device
 
 
 def test_many_sessions_are_sampled() -> None:
     guard = Safeguard(10 * SESSIONS_MAX)
     for session in range(8 * SESSIONS_MAX):
-        guard.turn(session, 1, 0, 0)
-    assert len(guard._held) <= SESSIONS_MAX
+        guard.turn(session, 1, 0, [0])
+    assert len(guard.shadowed) <= SESSIONS_MAX
     # A sampled session still finds what a full LRU would: all of them fit.
-    sampled = next(iter(guard._held))
-    guard.turn(sampled, 1, 1, 0)
+    sampled = next(iter(guard.shadowed))
+    guard.turn(sampled, 1, 1, [0])
     assert guard.lead == -1.0
 
 

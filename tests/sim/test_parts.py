@@ -124,6 +124,7 @@ def test_copies_share_their_link() -> None:
     assert clock.transfer_s(Transfer(3, "disk", "device", slots, slots, b"")) == pytest.approx(one * 50 / 7, abs=1e-8)
     now[0] = int(1.5 * one * 1e9)
     assert clock.transfer_s(up) == pytest.approx(1.5 * one, abs=1e-6)
+    assert clock.copy_s(up) == pytest.approx(one)  # however long it waits
 
 
 def test_generated_sessions_have_the_published_shape() -> None:

@@ -175,3 +175,25 @@ def test_gap_closed_is_the_share_of_avoidable_misses() -> None:
 def test_what_cannot_be_run_is_refused_at_once(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Setup(**{"policy": "lru", "capacity_frac": 0.2, "seed": 1, **wrong}).check()  # type: ignore[arg-type]
+
+
+def test_a_busy_link_is_not_taken_for_a_slow_one(synthetic: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What copies report is their link's speed, not their wait: what a load costs stays as it is on that machine."""
+    seen = []
+
+    class Watched(study._Run):
+        def row(self) -> dict[str, object]:
+            row = super().row()
+            seen.append(self._engine.core.costs.bytes_per_s)
+            return row
+
+    monkeypatch.setattr(study, "_Run", Watched)
+    workload = steady(synthetic, 20.0, 2, window_s=1800.0, warm_up_s=600.0)
+    setup = Setup("lru", 0.2, 2, tiers=("device", "host", "disk"), timing="h100-8b", host_ratio=2.0, disk_ratio=4.0)
+    row = simulate(synthetic, setup, workload)
+    assert row["moved_tokens"]["host>device"] > 10 * row["capacity_tokens"]
+    assert seen[0][1:] == [pytest.approx(50e9, rel=0.01), pytest.approx(7e9, rel=0.01)]
+    # Everything that was computed has its row: new, missed, or there and computed nevertheless.
+    assert row["prefilled_tokens"] == row["fresh_tokens"] + row["missed_tokens"] + row["instead_tokens"]
+    assert 0.0 < row["busy_s"] < 1800.0
+    assert row["ttft_s"]["all"]["n"] == sum(t["n"] for name, t in row["ttft_s"].items() if name in ("tool", "human"))

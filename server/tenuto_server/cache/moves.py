@@ -15,6 +15,7 @@ class Move:
     """One copy. ``pieces``: the extents it covers, in order; a split of one of them inserts its new part here.
 
     ``drop_source``: the source copy goes as soon as the destination holds the bytes (an offload under pressure).
+    ``ahead``: blocks that were on the same way when it was begun.
     """
 
     id: int
@@ -28,6 +29,7 @@ class Move:
     begun_ns: int = 0
     hashes: bytes = b""
     waiters: int = field(default=0)
+    ahead: int = 0
 
     @property
     def blocks(self) -> int:

@@ -308,6 +308,7 @@ class Residency:
             drop_source,
             now_ns,
             extent.hashes,
+            ahead=sum(other.blocks for other in self.moves.values() if other.src == src and other.dst == dst),
         )
         extent.moves.append(move)
         extent.stamp += 1

@@ -22,9 +22,11 @@ from tenuto_server.policy.views import CostView, ExtentView, SystemView, TierVie
 
 # A lost extent can have many sessions below it; beyond this many nodes the label is decided by those looked at.
 _LABEL_NODES_MAX = 256
-# Over lower tiers some device blocks are always free ahead of need or reserved for copies on their way: LRU would not have
-# them either. Measured with LRU itself, which otherwise falls behind its own shadow.
-_KEPT_SHARE = 0.9
+# What LRU itself would use of each tier: over lower tiers some device blocks are always free ahead of need or reserved for
+# copies on their way, and lower ones hold second copies of what came back up. Measured with LRU, which must not fall behind its
+# own shadow.
+_KEPT_SHARES = (0.9, 0.7, 0.7)
+_FALLEN_MAX = 256
 _ON = tuple(tuple(tier for at, tier in enumerate(TIERS) if bits >> at & 1) for bits in range(8))
 
 
@@ -41,8 +43,11 @@ class Core:
         self.knowledge = PauseStats()
         self.learned: Learned | None = None
         self.costs = Costs(config)
-        kept = _KEPT_SHARE if self.cache.tiers.tiered else 1.0
-        self.safeguard = Safeguard(int(kept * config.cache.device_blocks) * config.cache.block_tokens)
+        self.safeguard = Safeguard(*self._shadowed(config))
+        # Paused sessions that lost device blocks, those of late at the end: what room that comes free is offered to.
+        self.fallen: dict[int, None] = {}
+        # When the last copy to the device ended.
+        self.loaded_ns = 0
         self.outputs: list[Output] = []
         self.counters: defaultdict[str, int] = defaultdict(int)
         self.labelled: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -50,6 +55,26 @@ class Core:
         self._cost: CostView | None = None
         self._system: SystemView | None = None
         self._system_before: SystemView | None = None
+
+    def _shadowed(self, config: EngineConfig) -> list[int]:
+        """Tokens that plain LRU would hold on the device, there and on the host, there and on the disk."""
+        cache = config.cache
+        if not self.cache.tiers.tiered:
+            return [cache.device_blocks * cache.block_tokens]
+        held, total = [], 0.0
+        for blocks, share in zip(
+            (cache.device_blocks, cache.host_blocks, cache.disk_blocks), _KEPT_SHARES, strict=True
+        ):
+            total += share * blocks
+            held.append(int(total) * cache.block_tokens)
+        return held
+
+    def guard(self, session: Session, prompt: int, known: int, cached: dict[str, int]) -> None:
+        """Tells the safeguard what a turn found on each tier, and what a token there saves of its recompute."""
+        size = self.config.cache.block_tokens
+        token_s = self.costs.prefill_s(0, prompt) / prompt
+        worth = [max(0.0, 1.0 - self.costs.load_s_per_block(tier) / size / token_s) for tier in (DEVICE, HOST, DISK)]
+        self.safeguard.turn(session.handle, prompt, known, [cached.get(tier, 0) for tier in TIERS], worth)
 
     @property
     def now_s(self) -> float:
@@ -176,6 +201,8 @@ class Core:
         label: LostLabel = "capacity"
         promised = expired = False
         for session in self._users(extent):
+            if tier == DEVICE and session.pause is not None and self.cache.tiers.tiered:
+                self._fell(session)
             if session.leased(self.now_ns) and session.retention is not None:
                 left = [other for other, slots in enumerate(extent.slots) if slots is not None and other != tier]
                 if not left or left[0] > TIERS.index(session.lease_tier):
@@ -190,6 +217,12 @@ class Core:
         if expired and not promised:
             label = "retention"
         return label
+
+    def _fell(self, session: Session) -> None:
+        self.fallen.pop(session.handle, None)
+        self.fallen[session.handle] = None
+        if len(self.fallen) > _FALLEN_MAX:
+            del self.fallen[next(iter(self.fallen))]
 
     def _users(self, extent: Extent) -> list[Session]:
         found: list[Session] = []

@@ -258,6 +258,8 @@ class Engine:
         move = core.cache.finish_move(event.transfer, event.ok, event.bad, event.failed)
         if move is None:
             return
+        if move.dst == DEVICE:
+            core.loaded_ns = core.now_ns
         if event.ok and not event.bad and not event.failed:
             core.costs.saw_transfer(max(move.src, move.dst), move.blocks, event.elapsed_ns / 1e9)
         else:

@@ -249,7 +249,9 @@ class HintDesk:
         session.compacted_from = max(session.compacted_from, before)
         if not core.knowledge.believes_compaction(session.tenant):
             return "deferred", "compactions announced by this tenant did not come"
+        whole = core.cache.context(session.handle)
         core.cache.shorten_tip(session.handle, keep)
+        self._keeper.vacate(extent for extent in whole if not extent.users)
         session.context_tokens = min(before, keep)
         core.journal.write(core.now_ns, "compaction", session=session.id, kept=session.context_tokens, before=before)
         return self._decided(session, "agent.compaction")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 
 from tenuto.wire import PauseKind
 from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
@@ -21,6 +22,8 @@ _VALID_S_MIN = 0.02
 _RATE_IN_USE = 1e3
 # Share of a tier kept free by copying its least valuable blocks down before anyone asks for the room.
 _WATERMARK = 0.04
+# The rank below which nobody is expected back for anything (priority, last use).
+_UNWANTED = (0.0, -math.inf)
 
 
 class RetentionKeeper:
@@ -35,6 +38,8 @@ class RetentionKeeper:
         self._offloading: dict[int, None] = {}
         # Blocks that each prefetch may still bring up: what pressure takes back meanwhile is not fetched twice.
         self._prefetching: dict[int, int] = {}
+        # Device blocks that nobody waits for any more, to be offered to those whose blocks had to leave.
+        self._vacant = 0
 
     # ---- pauses --------------------------------------------------------------------------------------------------
 
@@ -108,7 +113,14 @@ class RetentionKeeper:
         pause = session.pause
         if not keep_s and not announced:
             self._core.knowledge.observe_end(session.tenant, pause.kind, pause.key, pause.said)
+            self.vacate(self._core.cache.context(session.handle))
         self.evaluate(session, "agent.end")
+
+    def vacate(self, extents: Iterable[Extent]) -> None:
+        """Nobody is expected back for these any more: the room of those on the device that no other session uses can be
+        filled from below."""
+        if self._core.cache.tiers.tiered:
+            self._vacant += sum(e.blocks for e in extents if e.slots[DEVICE] is not None and e.users <= 1)
 
     def evaluate(self, session: Session, why: str) -> Retention | None:
         """Asks the policy about an open pause and enacts the answer."""
@@ -190,6 +202,43 @@ class RetentionKeeper:
                 break
             self._continue_offload(handle)
         self._keep_room()
+        if self._vacant:
+            self._refill()
+
+    def _refill(self) -> None:
+        """Brings up what is likeliest to be wanted next of what had to leave the device, one copy at a time and only while the
+        links have nothing else to do. It takes no room from anything worth more."""
+        core, tiers = self._core, self._core.cache.tiers
+        if tiers.moves:
+            return
+        best: tuple[float, Extent] | None = None
+        for handle in list(core.fallen):
+            session = core.sessions.by_handle.get(handle)
+            first = self._first_below(session) if session is not None else None
+            if session is None or session.retention is None or first is None:
+                del core.fallen[handle]
+            elif best is None or session.retention.rate > best[0]:
+                best = session.retention.rate, first
+        if best is None or best[0] <= 0.0:
+            self._vacant = 0
+            return
+        piece = tiers.chunk(best[1])
+        ceiling = core.policy.priority(core.view(piece), TIERS[DEVICE], core.system())
+        move = tiers.begin_move(piece, piece.best_tier() or DISK, DEVICE, "prefetch", core.now_ns, ceiling=ceiling)
+        if move is None:
+            self._vacant = 0  # what is there is worth more
+            return
+        core.count("refills")
+        self._vacant = max(0, self._vacant - move.blocks)
+
+    def _first_below(self, session: Session) -> Extent | None:
+        """The first blocks of a paused session's context that only a lower tier holds, if they can be brought up."""
+        if session.pause is None or session.active:
+            return None
+        for extent in self._core.cache.context(session.handle):
+            if extent.best_tier() in (HOST, DISK):
+                return None if extent.refused & 1 else extent
+        return None
 
     def _due(self, heap: list[tuple[int, int, int, int]]) -> list[Session]:
         core, due = self._core, []
@@ -219,11 +268,15 @@ class RetentionKeeper:
         if not core.cache.tiers.pools[target].capacity or not core.writable[target]:
             self._offloading.pop(handle, None)
             return
+        kept = self._watermark(target)
         for extent in reversed(core.cache.context(handle)):
             if not self._wants_offload(extent, target):
                 continue
-            whole = extent.blocks
-            move = core.cache.tiers.begin_move(core.cache.tiers.chunk(extent), DEVICE, target, "offload", core.now_ns)
+            whole, piece = extent.blocks, core.cache.tiers.chunk(extent)
+            # What is kept free there is for what has no other place: a copy made of it would make way at once, to be made again.
+            if not core.cache.tiers.make_room(target, piece.blocks + kept, core.now_ns, ceiling=_UNWANTED):
+                break
+            move = core.cache.tiers.begin_move(piece, DEVICE, target, "offload", core.now_ns)
             if move is None:
                 break
             core.count("offloads_early")
@@ -292,8 +345,15 @@ class RetentionKeeper:
             return
         for tier in (DEVICE, HOST):
             pool = core.cache.tiers.pools[tier]
-            want = min(int(pool.capacity * _WATERMARK), 2 * core.config.cache.transfer_blocks_max)
+            want = self._watermark(tier)
             if pool.free >= want:
                 continue
             if any(core.cache.tiers.pools[t].capacity and core.writable[t] for t in range(tier + 1, 3)):
                 core.cache.tiers.make_room(tier, want, core.now_ns)
+
+    def _watermark(self, tier: int) -> int:
+        """Blocks of a tier that are kept free; none of the last one, where what makes way is lost."""
+        if tier == DISK:
+            return 0
+        cache = self._core.config.cache
+        return min(int(self._core.cache.tiers.pools[tier].capacity * _WATERMARK), 2 * cache.transfer_blocks_max)

@@ -195,7 +195,7 @@ class Scheduler:
             core.cache.set_rate(
                 session.handle, 0.0
             )  # pins keep what it uses; the rest of its old context is superseded
-        self._restorer.plan(sequence)
+        self._restorer.plan(sequence, len(self.running) - 1 + sum(other is not sequence for other in self.waiting))
         if not sequence.started:
             sequence.started = True
             report = sequence.report(session, core.now_ns)
@@ -227,7 +227,7 @@ class Scheduler:
         if common >= reach:
             self._lose(sequence, "capacity", had - max(reach, known))  # beyond what the tree still remembers
         if session.context_tokens:
-            core.safeguard.turn(session.handle, length, max(known, common), cached.get(TIERS[DEVICE], 0))
+            core.guard(session, length, max(known, common), cached)
         rest = length - sum(sequence.cached.values()) - sum(sequence.recomputed.values())
         self._lose(sequence, "cold", rest)
         core.count("prompt_tokens", length)

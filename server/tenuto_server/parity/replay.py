@@ -72,7 +72,12 @@ def model(play: Play, machine: Machine, record: Callable[[Sent], None]) -> list[
     executor = SimMachine()
     clockwork = Clockwork(machine, 1, lambda: world.now_ns, block_tokens=play.config.cache.block_tokens)
     world = World(
-        play.engine(journal), executor, forward_s=clockwork.forward_s, transfer_s=clockwork.transfer_s, remember=False
+        play.engine(journal),
+        executor,
+        forward_s=clockwork.forward_s,
+        transfer_s=clockwork.transfer_s,
+        copy_s=clockwork.copy_s,
+        remember=False,
     )
     play.agents(world, executor, record).start()
     world.run(until_s=play.until_s, steps_max=1 << 30)

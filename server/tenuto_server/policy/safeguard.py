@@ -1,12 +1,15 @@
 """A shadow of plain LRU beside the index, sizes only: what LRU would have found decides how far the index is trusted.
 
 ``Safeguard`` owns the shadow and the trust; the engine holds one and teaches it each turn. Two experts, of whom the second
-is only shadowed: trust moves by multiplicative steps, down while the shadow finds more than the cache did, up otherwise.
+is only shadowed: trust moves by steps, down while the shadow finds more than the cache did, up otherwise. Where there are
+several tiers, what is found counts by the share of its recompute that it saves there: a token on the host is worth almost
+one on the device if loading it takes no time, and one on a slow disk little.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 FULL = 2.0
 """Trust: 2 all of it, 1 the index without forecasts, 0 plain LRU; in between, shares."""
@@ -22,35 +25,54 @@ SHIFT_MAX = 16
 
 
 class Safeguard:
-    """``capacity``: tokens of the guarded tier. Tokens of ``turn`` and of the capacity must be the same kind.
+    """``capacities``: tokens that LRU would hold on the fastest tier, on that and the next one, and so on. Tokens of ``turn``
+    and of the capacities must be the same kind.
 
     Sessions share prefixes with each other that this does not see: it shadows an LRU of whole contexts.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, *capacities: int) -> None:
         self.trust = FULL
         self.lead = 0.0
-        self._capacity = capacity
         self._shift = 0
-        self._held: OrderedDict[int, int] = OrderedDict()
-        self._used = 0
+        self._shadows = tuple(_Shadow(capacity) for capacity in capacities)
         self._found = self._shadow = self._reusable = 0.0
 
-    def turn(self, session: int, prompt: int, reusable: int, found: int) -> None:
-        """A turn of ``session`` began: its prompt, how much of that the session's last prompt shares, and how much of this
-        the guarded tier held."""
+    @property
+    def shadowed(self) -> Sequence[int]:
+        """The sessions that are shadowed, least recently used first."""
+        return tuple(self._shadows[-1].held)
+
+    def turn(
+        self, session: int, prompt: int, reusable: int, found: Sequence[int], worth: Sequence[float] = (1.0,)
+    ) -> None:
+        """A turn of ``session`` began: its prompt, how much of that the session's last prompt shares, how much of this each
+        tier held, and what a token there is worth (0 to 1, a token of the fastest tier being worth 1)."""
         if session & ((1 << self._shift) - 1):
             return
-        held = self._held.pop(session, 0)
-        self._used -= held
-        self._compare(reusable, min(found, reusable), min(held, reusable))
-        self._put(session, prompt)
+        left, actual = reusable, 0.0
+        for count, value in zip(found, worth, strict=False):
+            actual += value * min(count, left)
+            left -= min(count, left)
+        above, shadow = 0, 0.0
+        for level, value in zip(self._shadows, worth, strict=False):
+            upto = min(level.take(session), reusable)
+            shadow += value * max(0, upto - above)
+            above = max(above, upto)
+        self._compare(reusable, actual, shadow)
+        for level in self._shadows:
+            level.put(session, prompt, self._shift)
+        if len(self._shadows[-1].held) > SESSIONS_MAX and self._shift < SHIFT_MAX:
+            self._shift += 1
+            for level in self._shadows:
+                level.thin(self._shift)
 
     def end(self, session: int) -> None:
         """The session is forgotten."""
-        self._used -= self._held.pop(session, 0)
+        for level in self._shadows:
+            level.take(session)
 
-    def _compare(self, reusable: int, found: int, shadow: int) -> None:
+    def _compare(self, reusable: int, found: float, shadow: float) -> None:
         if reusable <= 0:
             return
         keep = 1.0 - 1.0 / MEMORY_TURNS
@@ -63,25 +85,42 @@ class Safeguard:
         else:
             self.trust = min(FULL, self.trust + RISE)
 
-    def _put(self, session: int, prompt: int) -> None:
-        self._held[session] = prompt
-        self._used += prompt
-        self._shrink()
-        if len(self._held) > SESSIONS_MAX and self._shift < SHIFT_MAX:
-            self._shift += 1
-            mask = (1 << self._shift) - 1
-            for other in [other for other in self._held if other & mask]:
-                self._used -= self._held.pop(other)
-            self._shrink()
 
-    def _shrink(self) -> None:
-        room = self._capacity >> self._shift
-        while self._used > room and self._held:
-            oldest = next(iter(self._held))
+class _Shadow:
+    """An LRU of contexts, sizes only."""
+
+    def __init__(self, capacity: int) -> None:
+        self.held: OrderedDict[int, int] = OrderedDict()
+        self._capacity = capacity
+        self._used = 0
+
+    def take(self, session: int) -> int:
+        """Takes a session out; how many of its tokens there were."""
+        held = self.held.pop(session, 0)
+        self._used -= held
+        return held
+
+    def put(self, session: int, tokens: int, shift: int) -> None:
+        """A session is the one used last."""
+        self.held[session] = tokens
+        self._used += tokens
+        self._shrink(shift)
+
+    def thin(self, shift: int) -> None:
+        """Forgets all but one in 2 ** shift sessions, and as large a share of the memory."""
+        mask = (1 << shift) - 1
+        for other in [other for other in self.held if other & mask]:
+            self.take(other)
+        self._shrink(shift)
+
+    def _shrink(self, shift: int) -> None:
+        room = self._capacity >> shift
+        while self._used > room and self.held:
+            oldest = next(iter(self.held))
             surplus = self._used - room
-            if self._held[oldest] > surplus:
+            if self.held[oldest] > surplus:
                 # LRU takes blocks, not contexts: the oldest keeps what it can.
-                self._held[oldest] -= surplus
+                self.held[oldest] -= surplus
                 self._used = room
                 return
-            self._used -= self._held.pop(oldest)
+            self._used -= self.held.pop(oldest)

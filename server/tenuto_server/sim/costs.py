@@ -131,16 +131,20 @@ class Clockwork:
         step_s = machine.weights_s + context * unit * machine.kv_bytes / machine.memory_bps
         return prefill_s + unit * step_s if decoding else max(prefill_s, machine.weights_s)
 
+    def copy_s(self, transfer: Transfer) -> float:
+        """What a copy takes of its link."""
+        rate = self._machine.disk_bps if _link(transfer)[0] == "disk" else self._machine.host_bps
+        return len(transfer.src_slots) * self._block_bytes / rate
+
     def transfer_s(self, transfer: Transfer) -> float:
         """From now until a copy is done, its wait for the link included."""
-        machine = self._machine
-        lower = transfer.src if transfer.src != "device" else transfer.dst
-        if "disk" in (transfer.src, transfer.dst):
-            lower = "disk"
-        link = (lower, "up" if transfer.dst == "device" else "down")
-        rate = machine.disk_bps if lower == "disk" else machine.host_bps
-        copy_ns = int(len(transfer.src_slots) * self._block_bytes / rate * 1e9)
-        now_ns = self._now_ns()
-        end_ns = max(now_ns, self._free_ns.get(link, 0)) + copy_ns
+        link, now_ns = _link(transfer), self._now_ns()
+        end_ns = max(now_ns, self._free_ns.get(link, 0)) + int(self.copy_s(transfer) * 1e9)
         self._free_ns[link] = end_ns
         return (end_ns - now_ns) / 1e9
+
+
+def _link(transfer: Transfer) -> tuple[str, str]:
+    """The slowest part of the way, and the direction."""
+    tier = "disk" if "disk" in (transfer.src, transfer.dst) else "host"
+    return tier, "up" if transfer.dst == "device" else "down"

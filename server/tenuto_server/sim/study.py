@@ -6,6 +6,7 @@ timing, turns queue, decode and wait for copies, and the row tells how long firs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from tenuto_server.cache.extent import TIERS
 from tenuto_server.cache.identity import RootIdentity
 from tenuto_server.config import CacheConfig, EngineConfig
 from tenuto_server.engine.engine import Engine
+from tenuto_server.engine.plan import ForwardPlan
 from tenuto_server.errors import ConfigError
 from tenuto_server.policy import Policy
 from tenuto_server.sim import oracle
@@ -171,13 +173,15 @@ class _Run:
         self._world = World(
             self._engine,
             machine,
-            forward_s=clockwork.forward_s if clockwork else lambda plan: 0.0,
+            forward_s=self._busy(clockwork.forward_s) if clockwork else lambda plan: 0.0,
             transfer_s=clockwork.transfer_s if clockwork else lambda transfer: 0.0,
+            copy_s=clockwork.copy_s if clockwork else None,
             after_step=self._after_step,
             remember=False,
             wakes=self._timed or len(setup.tiers) > 1,
         )
         self._held = [0.0, 0.0, 0.0]
+        self._busy_s = 0.0
         self._then_ns = 0
         self._harness = Harness(
             self._world,
@@ -196,6 +200,17 @@ class _Run:
         told = parse_policy(self._setup.policy)[1].r2 is not None
         return PauseScale.of(trace.sessions if told else (), served=self._workload.served and not self._timed)
 
+    def _busy(self, forward_s: Callable[[ForwardPlan], float]) -> Callable[[ForwardPlan], float]:
+        """``forward_s``, with what the window's forwards take added up."""
+
+        def measured(plan: ForwardPlan) -> float:
+            took_s = forward_s(plan)
+            if self._world.now_ns >= self._workload.from_s * 1e9:
+                self._busy_s += took_s
+            return took_s
+
+        return measured
+
     def _after_step(self) -> None:
         now_ns, cache = self._world.now_ns, self._engine.core.cache
         if now_ns >= self._workload.from_s * 1e9:
@@ -208,22 +223,23 @@ class _Run:
         if sent.sent_s < self._workload.from_s or not sent.line.primed:
             return
         tally, turn = self._tally, sent.turn
-        found = 0
         if turn.started is None:
             tally.refused += 1
-        else:
-            # The last report: what was to be loaded and was computed after all does not count as found.
-            report = turn.done.report if turn.done is not None else turn.started.report
-            found = min(sent.reusable, report.cached_tokens)
-            for tier, count in report.cached.items():
-                tally.tier_found[tier] += count
-            for label, count in report.recomputed.items():
-                tally.labels[label] += count
+            return
+        # The first report says what was there, the last one what of it was loaded after all.
+        report = turn.started.report
+        used = turn.done.report.cached_tokens if turn.done is not None else report.cached_tokens
+        found = min(sent.reusable, report.cached_tokens)
+        for tier, count in report.cached.items():
+            tally.tier_found[tier] += count
+        for label, count in report.recomputed.items():
+            tally.labels[label] += count
         classes = classes_of(sent.pause, sent.compacted, sent.line.session.thread)
-        tally.add(sent.prompt, sent.reusable, found, classes, sent.line.tenant)
+        instead = max(0, found - min(sent.reusable, used))
+        tally.add(sent.prompt, sent.reusable, found, classes, sent.line.tenant, instead)
         if self._timed and turn.first_token_ns is not None:
             waited_s = (turn.first_token_ns - turn.submitted_ns) / 1e9
-            for name in classes:
+            for name in (*classes, "all"):
                 tally.ttft_s[name].append(waited_s)
 
     def row(self) -> dict[str, Any]:
@@ -246,5 +262,6 @@ class _Run:
         row["held_token_s"] = held
         machine = machine_of(self._setup.timing)
         if machine is not None:
+            row["busy_s"] = round(self._busy_s, 3)
             row["held_byte_s"] = {tier: amount * machine.kv_bytes for tier, amount in held.items()}
         return row

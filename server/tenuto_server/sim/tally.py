@@ -12,7 +12,10 @@ MISS_LABELS = ("cold", "mutation", "capacity", "retention")
 @dataclass(slots=True)
 class Tally:
     """Counts in units; ``unit`` turns them into tokens. Requests before the window, and those whose session's previous
-    request was not simulated, count for nothing."""
+    request was not simulated, count for nothing; those that were refused are counted, and nothing of what they brought.
+
+    ``found``: what some tier held when a turn was admitted. ``instead``: what of that was computed all the same, since that
+    was quicker than to load it or the load was late: no miss, but work."""
 
     unit: int
     turns: int = 0
@@ -20,6 +23,7 @@ class Tally:
     prompt: int = 0
     reusable: int = 0
     found: int = 0
+    instead: int = 0
     class_reusable: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     class_found: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     tenant_reusable: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -28,12 +32,21 @@ class Tally:
     labels: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     ttft_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, prompt: int, reusable: int, found: int, classes: tuple[str, ...], tenant: str = "sim") -> None:
-        """One request: ``found`` of its ``reusable`` units were there."""
+    def add(
+        self,
+        prompt: int,
+        reusable: int,
+        found: int,
+        classes: tuple[str, ...],
+        tenant: str = "sim",
+        instead: int = 0,
+    ) -> None:
+        """One request: ``found`` of its ``reusable`` units were there, ``instead`` of them were computed nevertheless."""
         self.turns += 1
         self.prompt += prompt
         self.reusable += reusable
         self.found += found
+        self.instead += instead
         for name in classes:
             self.class_reusable[name] += reusable
             self.class_found[name] += found
@@ -43,7 +56,7 @@ class Tally:
     def row(self) -> dict[str, Any]:
         """The figures in tokens."""
         unit = self.unit
-        fresh, prefilled = self.prompt - self.reusable, self.prompt - self.found
+        fresh, prefilled = self.prompt - self.reusable, self.prompt - self.found + self.instead
         figures: dict[str, Any] = {
             "turns": self.turns,
             "refused_turns": self.refused,
@@ -51,6 +64,7 @@ class Tally:
             "reusable_tokens": self.reusable * unit,
             "missed_tokens": (self.reusable - self.found) * unit,
             "prefilled_tokens": prefilled * unit,
+            "instead_tokens": self.instead * unit,
             "fresh_tokens": fresh * unit,
             "amplification": round(prefilled / fresh, 6) if fresh else None,
             "hit_rate": _rates(self.class_found, self.class_reusable),

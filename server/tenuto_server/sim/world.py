@@ -62,7 +62,8 @@ class Turn:
 
 
 class World:
-    """``forward_s(plan)`` and ``transfer_s(transfer)`` say how long things take. ``after_step`` runs after every step
+    """``forward_s(plan)`` and ``transfer_s(transfer)`` say how long things take, ``copy_s(transfer)`` how much of the latter
+    its link works on it (all of it, unless given): that is what a machine reports as elapsed. ``after_step`` runs after every step
     (integrity checks). ``at(t, event)`` schedules; ``run()`` runs until nothing is left to happen.
 
     ``remember`` False: keeps nothing of a turn that has ended (long simulations). ``wakes`` False: the engine is not woken
@@ -76,6 +77,7 @@ class World:
         *,
         forward_s: Callable[[ForwardPlan], float] = lambda plan: 0.01,
         transfer_s: Callable[[Transfer], float] = lambda transfer: 0.001,
+        copy_s: Callable[[Transfer], float] | None = None,
         after_step: Callable[[], None] = lambda: None,
         remember: bool = True,
         wakes: bool = True,
@@ -85,10 +87,10 @@ class World:
         self.turns: dict[str, Turn] = {}
         self.outputs: list[Output] = []
         self.steps = 0
-        self._forward_s, self._transfer_s, self._after_step = forward_s, transfer_s, after_step
+        self._forward_s, self._transfer_s, self._copy_s, self._after_step = forward_s, transfer_s, copy_s, after_step
         self._queue: list[tuple[int, int, Event | None]] = []
         self._listeners: dict[str, Callable[[Turn], None]] = {}
-        self._durations: dict[int, float] = {}
+        self._durations: dict[int, tuple[float, float]] = {}
         self._order = 0
         self._open = 0
         self._remember, self._wakes = remember, wakes
@@ -158,7 +160,8 @@ class World:
         if plan.dropped_disk:
             self.machine.forget_disk(plan.dropped_disk)
         for transfer in plan.transfers:
-            self._durations[transfer.id] = self._transfer_s(transfer)
+            took_s = self._transfer_s(transfer)
+            self._durations[transfer.id] = took_s, took_s if self._copy_s is None else self._copy_s(transfer)
             self.machine.submit(transfer)
         if plan.forward is not None:
             done = self.machine.run(plan.forward)
@@ -177,9 +180,9 @@ class World:
         """Schedules completions, each after the time its copy takes."""
         for event in events:
             if isinstance(event, TransferDone):
-                took = int(self._durations.pop(event.transfer, 0.0) * 1e9)
-                event = TransferDone(event.transfer, event.ok, event.bad, took, event.reason)
-                self._at_ns(self.now_ns + took, event)
+                took_s, copied_s = self._durations.pop(event.transfer, (0.0, 0.0))
+                event = TransferDone(event.transfer, event.ok, event.bad, int(copied_s * 1e9), event.reason)
+                self._at_ns(self.now_ns + int(took_s * 1e9), event)
             else:
                 self._at_ns(self.now_ns, event)
 
