@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto_server.api.conversation import from_chat
-from tenuto_server.api.memory import PromptMemory
-from tenuto_server.api.prompt import PromptBuilder, common_prefix
+from tenuto_server.api.chat_request import from_chat
+from tenuto_server.api.locating import common_prefix
+from tenuto_server.api.memory import Known, PromptMemory, generated
+from tenuto_server.api.prompt import PromptBuilder
+from tenuto_server.api.rendering import Rendered
 from tenuto_server.api.shield import Encoded
 from tenuto_server.model.chat import ChatTemplate
 from tenuto_server.model.toy import toy_chat, toy_tokenizer
@@ -154,8 +156,8 @@ def test_memory_is_bounded_in_bytes_and_forgets_the_oldest():
     memory = PromptMemory(100_000)
     encoded = Encoded(np.zeros(1000, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
     for number in range(50):
-        memory.remember("x" * 4000, encoded, [b"%d" % number], [True])
-        memory.remember_answer(b"a%d" % number, [1] * 100, "assistant\n")
+        memory.remember(Known(Rendered("x" * 4000, (), (), ""), encoded, (b"%d" % number,), (True,)))
+        memory.remember_answer(b"a%d" % number, generated([1] * 100, "assistant\n"))
         assert memory.bytes <= 100_000
     assert memory.find([b"0"]) == (None, 0)
     assert memory.find([b"49", b"50"])[1] == 1

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tenuto_server.api.conversation import from_chat
+from tenuto_server.api.chat_request import from_chat
+from tenuto_server.api.locating import common_prefix
 from tenuto_server.api.messages_request import CountRequest
 from tenuto_server.api.messages_request import to_conversation as from_messages
-from tenuto_server.api.prompt import PromptBuilder, common_prefix
+from tenuto_server.api.prompt import PromptBuilder
 from tenuto_server.api.responses_request import ResponsesRequest
 from tenuto_server.api.responses_request import to_conversation as from_responses
 from tenuto_server.model.chat import ChatTemplate

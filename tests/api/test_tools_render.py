@@ -3,7 +3,7 @@
 import pytest
 
 from tenuto_server.api.answer import Answer
-from tenuto_server.api.conversation import from_chat
+from tenuto_server.api.chat_request import from_chat
 from tenuto_server.api.output import output_parser
 from tenuto_server.api.prompt import PromptBuilder
 from tenuto_server.api.toolformat import tool_format

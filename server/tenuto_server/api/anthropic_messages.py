@@ -33,7 +33,7 @@ async def messages(request: Request) -> Response:
     service.check_model(body.model)
     talk, prompt = await service.off_loop(_render, service, tenant, body)
     job = prepare(service, request, "msg_", tenant, body, raw, talk, prompt)
-    shape = MessageShape(job.turn.request_id, service.model.name, body, raw)
+    shape = MessageShape(job.turn.request_id, service.model.name, body, raw, talk)
     if body.stream:
         return StreamedAnswer(service, job, shape)
     async with Generation(service, job, request.receive) as generation:
@@ -53,7 +53,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _render(service: Service, tenant: str, body: CountRequest) -> tuple[Conversation, Prompt]:
-    talk = to_conversation(body, service.config.strip_attribution)
+    talk = to_conversation(body, service.config.strip_attribution, service.prompts.readings, tenant)
     return talk, service.prompts.conversation(talk, tenant)
 
 

@@ -7,34 +7,34 @@ ids differ from client to client; tools keep the order in which they came.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tenuto_server.api.digests import Digest, digest_of, extended, root
 from tenuto_server.api.errors import bad_request, unsupported
 from tenuto_server.api.tools import ToolChoice, ToolSpec
 
 Json = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Begins the system line of a coding agent that changes with every session and subagent; it says nothing to a model."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _MEDIA = ("image", "image_url", "input_image", "input_audio", "audio", "video", "input_file", "file", "document")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _MARKS = ("cache_control", "prompt_cache_breakpoint", "citations", "annotations", "id")
-_TOOL_RESULTS_ROLES = ("tool", "function")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``messages``: {role, content: str, reasoning_content?, tool_calls?, tool_call_id?, name?} in order. ``places``: for each
-    of them its index in the client's own list, None for what stood beside the list. ``removed``: what was kept out of the
-    prompt, by name. ``variables``: template arguments. ``prefill``: text with which the answer begins. For errors, the
-    client's names of its list (``source``), of tool number ``{}``'s schema (``tool_field``) and of the answer's schema
-    (``response_field``)."""
+    """``messages``: {role, content: str, reasoning_content?, tool_calls?, tool_call_id?, name?} in order; never changed once
+    they stand here. ``places``: for each of them its index in the client's own list, None for what stood beside the list.
+    ``removed``: what was kept out of the prompt, by name. ``variables``: template arguments. ``prefill``: text with which the
+    answer begins. For errors, the client's names of its list (``source``), of tool number ``{}``'s schema (``tool_field``) and
+    of the answer's schema (``response_field``). ``digests`` of the messages and ``links`` of their chain, begun with
+    ``scope``, where the reader knew them. ``asked_s``, ``marked_s``: see ``readings``."""
 
     messages: tuple[Json, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -48,15 +48,32 @@ class Conversation:
     tool_field: str = "tools[{}].function.parameters"
     response_field: str = "response_format.json_schema.schema"
     prefill: str = ""
+    digests: tuple[Digest, ...] = ()
+    links: tuple[Digest, ...] = ()
+    scope: str = ""
+    asked_s: float | None = None
+    marked_s: float | None = None
 
     @property
     def last_role(self) -> str | None:
         """The role of the client's last message: ``tool`` if it holds a result, whatever text stands beside that."""
         if not self.messages:
             return None
-        place = self.places[-1]
-        last = [m["role"] for m, at in zip(self.messages, self.places, strict=True) if at == place and at is not None]
-        return "tool" if "tool" in last else self.messages[-1]["role"]
+        role, place = self.messages[-1]["role"], self.places[-1]
+        for message, at in zip(reversed(self.messages), reversed(self.places), strict=True):
+            if at != place or place is None:
+                break
+            role = "tool" if message["role"] == "tool" else role
+        return str(role)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a ``Writer`` had come: messages, calls and removals."""
+
+    messages: int
+    calls: int
+    removed: int
 
 
 class Writer:
@@ -66,9 +83,32 @@ class Writer:
         self.messages: list[Json] = []
         self.places: list[int | None] = []
         self.removed: list[str] = []
+        self.digests: list[Digest] = []
+        self.links: list[Digest] = []
         self._strip = strip
         self._numbers: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._calls: list[tuple[str, str, str]] = []
+
+    def mark(self) -> Mark:
+        """Where it stands now."""
+        return Mark(len(self.messages), len(self._calls), len(self.removed))
+
+    def resumed(self, mark: Mark) -> Writer:
+        """Another one that stands where this one stood at ``mark``, with the same message objects."""
+        writer = Writer(self._strip)
+        writer.messages, writer.places = self.messages[: mark.messages], self.places[: mark.messages]
+        writer.digests, writer.links = self.digests[: mark.messages], self.links[: mark.messages]
+        writer.removed, writer._calls = self.removed[: mark.removed], self._calls[: mark.calls]
+        for key, number, name in writer._calls:
+            writer._numbers[key], writer._names[key] = number, name
+        return writer
+
+    def link(self, scope: str) -> None:
+        """Digests and links of the messages that have none yet."""
+        new = list(map(digest_of, self.messages[len(self.digests) :]))
+        self.links += extended(self.links[-1] if self.links else root(scope), new)
+        self.digests += new
 
     def add(self, message: Json, place: int | None) -> None:
         """Appends a message that is canonical already."""
@@ -96,8 +136,8 @@ class Writer:
         number = f"{len(self._numbers) + 1:09d}"  # nine characters: what the strictest known template insists on
         # A call without an id is counted too; its key cannot collide with a client's string.
         key = call_id if isinstance(call_id, str) and call_id else f"\0{number}"
-        self._numbers[key] = number
-        self._names[key] = name
+        self._numbers[key], self._names[key] = number, name
+        self._calls.append((key, number, name))
         return {"id": number, "type": "function", "function": {"name": name, "arguments": parsed_arguments(arguments)}}
 
     def result(self, call_id: Any, text: str, place: int | None, name: str | None = None) -> None:
@@ -170,77 +210,10 @@ def dump(value: Any, where: str) -> str:
         raise bad_request(f"{where}: nested too deeply", where) from None
 
 
-def from_chat(
-    messages: Sequence[Any],
-    tools: Sequence[Any] = (),
-    *,
-    tool_choice: Any = None,
-    parallel_tool_calls: bool | None = None,
-    response_schema: Json | None = None,
-    variables: Mapping[str, Any] | None = None,
-    strip: bool = True,
-) -> Conversation:
-    """A conversation in the Chat Completions form. Raises 400 naming the message or tool."""
-    writer = Writer(strip)
-    for index, message in enumerate(messages):
-        _read_message(writer, message, index)
-    specs = tuple(_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    return Conversation(
-        tuple(writer.messages),
-        specs,
-        read_choice(tool_choice, specs),
-        parallel_tool_calls is not False,
-        response_schema,
-        tuple(writer.places),
-        tuple(writer.removed),
-        dict(variables or {}),
-    )
-
-
-def _read_message(writer: Writer, message: Any, index: int) -> None:
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise bad_request(f"{where}: expected an object", where)
-    role = message.get("role")
-    if role not in ROLES:
-        raise bad_request(f"{where}.role: expected one of {', '.join(ROLES)}", f"{where}.role")
-    text = joined_text(message.get("content"), f"{where}.content")
-    name = message["name"] if isinstance(message.get("name"), str) else None
-    if role in _TOOL_RESULTS_ROLES:
-        writer.result(message.get("tool_call_id"), text, index, name)
-        return
-    if role == "assistant":
-        reasoning = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list):
-            raise bad_request(f"{where}.tool_calls: expected an array", f"{where}.tool_calls")
-        read = [_read_call(writer, call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
-        writer.assistant(text, reasoning, read, index)
-        return
-    writer.text(role, text, index)
-    if name and writer.places and writer.places[-1] == index:
-        writer.messages[-1]["name"] = name
-
-
-def _read_call(writer: Writer, call: Any, where: str) -> Json:
-    if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
-        call = {
-            "id": call.get("id"),
-            "function": {"name": custom.get("name"), "arguments": {"input": custom.get("input")}},
-        }
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request(f"{where}.function.name: expected a string", f"{where}.function.name")
-    return writer.call(call.get("id"), function["name"], function.get("arguments"))
-
-
-def _read_tool(tool: Any, where: str) -> ToolSpec:
-    if isinstance(tool, dict) and tool.get("type") == "custom" and isinstance(tool.get("custom"), dict):
-        return custom_tool(tool["custom"], f"{where}.custom")
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict):
-        raise bad_request(f"{where}.function.name: expected a string", f"{where}.function.name")
-    return function_tool(function, "parameters", f"{where}.function")
+def digest_tool(tool: ToolSpec) -> Digest:
+    """A tool in 16 bytes."""
+    text = dump([tool.name, tool.description, tool.parameters], "tools")
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def function_tool(function: Json, schema_key: str, where: str, namespace: str | None = None) -> ToolSpec:

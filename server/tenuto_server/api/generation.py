@@ -227,7 +227,7 @@ class Generation:
         tail = self._text.finish()
         self.finish = "stop" if self._text.stopped else output.reason
         divergence = output.report.divergence
-        if divergence is not None and divergence.part is None and self._job.prompt.messages:
+        if divergence is not None and divergence.part is None and self._job.prompt.talk is not None:
             located = await self._service.off_loop(self._service.prompts.locate, self._job.prompt, divergence)
             self.report = self.report.model_copy(update={"divergence": located})
         return tail

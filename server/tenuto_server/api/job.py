@@ -80,7 +80,7 @@ def make_job(
         notes["removed"] = list(prompt.removed)
     if request.model != service.model.name:
         notes["requested_model"] = request.model[:200]
-    reasoning = service.format.opens_reasoning(prompt.raw[-64:])
+    reasoning = service.format.opens_reasoning(prompt.rendered.rest[-64:])
     return Job(
         turn,
         prompt,

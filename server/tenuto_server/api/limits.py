@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio.to_thread
 import h11
+import pydantic_core
 import zstandard
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -130,15 +131,21 @@ async def parse_json(raw: bytes) -> dict[str, Any]:
     """A JSON object. Raises 400 (malformed, not an object, too deep)."""
     # A long body would hold up every stream of this process for as long as it takes to parse.
     if len(raw) <= _PARSE_INLINE_BYTES:
-        value = _parse(raw)
+        value = read_value(raw)
     else:
-        value = await anyio.to_thread.run_sync(_parse, raw)
+        value = await anyio.to_thread.run_sync(read_value, raw)
     if not isinstance(value, dict):
         raise bad_request(f"body: expected a JSON object, got {_json_type(value)}", "body", "invalid_json")
     return value
 
 
-def _parse(raw: bytes) -> Any:
+def read_value(raw: bytes) -> Any:
+    """A JSON value. Raises 400."""
+    try:
+        # Twice as fast. What it refuses (half of a surrogate pair, encodings but UTF-8, deep nesting) is read the long way.
+        return pydantic_core.from_json(raw, cache_strings="keys")
+    except ValueError:
+        pass
     try:
         value = json.loads(raw)
         if _SURROGATE.search(raw):

@@ -1,16 +1,12 @@
-"""What was rendered and generated before, so that a turn which appends to a known conversation encodes only what is new.
+"""What was rendered and generated before, so that a turn which appends to a known conversation touches only what is new.
 
-``PromptMemory`` owns both tables; they are bounded in bytes and forget what was unused for longest. Nothing in it decides
-what a prompt says: a remembered prompt is used as far as its text is equal, character by character, to the new one.
-
-Conversations are found by a chain of digests over their messages, begun with the tenant's name: nobody can learn from the
-time an answer takes whether another tenant sent the same text.
+``PromptMemory`` owns both tables; they are bounded in bytes and forget what was unused for longest. Conversations are found
+by their links (``digests``). Nothing in it decides what a prompt says: of a remembered prompt only that part is used which
+was made from the very same messages, or whose text is equal, character by character, to the new one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,39 +14,49 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenuto_server.api.conversation import Json
+from tenuto_server.api.digests import Digest
+from tenuto_server.api.rendering import Rendered
 from tenuto_server.api.shield import Encoded
 from tenuto_server.engine.events import TokenArray
 
-Digest = bytes
 _ENTRY_BYTES = 200  # what a table entry costs beside its text and ids, about
 
 
 @dataclass(slots=True, eq=False)
 class Known:
     """A prompt as it was rendered, with its ids. ``links``: the digests that lead to it. ``clean``: for each of them whether
-    its message held no control-token text."""
+    its message held no control-token text. ``number``: its place in the memory."""
 
-    text: str
+    rendered: Rendered
     encoded: Encoded
     links: tuple[Digest, ...]
     clean: tuple[bool, ...]
+    number: int = 0
 
     @property
     def size(self) -> int:
-        return 4 * len(self.text) + self.encoded.tokens.nbytes + 16 * len(self.encoded.chars) + _ENTRY_BYTES
+        texts = (*self.rendered.pieces, self.rendered.rest)
+        return (
+            sum(len(text) * (1 if text.isascii() else 4) for text in texts)
+            + self.encoded.tokens.nbytes
+            + 16 * len(self.encoded.chars)
+            + _ENTRY_BYTES
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generated:
-    """Ids that were generated, and the ``lead``: the prompt's text between its last control token and them."""
+    """Ids that were generated, and the ``lead``: the prompt's text between its last control token and them. ``opening``: that
+    control token's own text and the lead. ``reasoning``: what of the answer was reasoning."""
 
     ids: TokenArray
     lead: str
+    opening: str = ""
+    reasoning: str = ""
 
     @property
     def size(self) -> int:
-        return self.ids.nbytes + 4 * len(self.lead) + _ENTRY_BYTES
+        return self.ids.nbytes + 4 * (len(self.lead) + len(self.opening) + len(self.reasoning)) + _ENTRY_BYTES
 
 
 class PromptMemory:
@@ -78,17 +84,23 @@ class PromptMemory:
                     return self._known[number], count
         return None, 0
 
-    def remember(self, text: str, encoded: Encoded, links: Sequence[Digest], clean: Sequence[bool]) -> None:
-        """Keeps a prompt. It takes the place of every remembered prompt that it continues."""
-        known = Known(text, encoded, tuple(links), tuple(clean))
+    def remember(self, known: Known, before: Known | None = None) -> None:
+        """Keeps a prompt. It takes the place of ``before``, found for it, if it continues that one."""
         with self._lock:
-            self._next += 1
-            for link in links:
-                before = self._by_link.get(link)
-                self._by_link[link] = self._next
-                if before is not None and before in self._known and self._known[before].links[-1] == link:
-                    self._forget(before)
-            self._known[self._next] = known
+            continued = 0
+            if before is not None and self._known.get(before.number) is before:
+                ends = len(before.links)
+                continued = ends if ends <= len(known.links) and known.links[ends - 1] == before.links[-1] else 0
+            if before is not None and continued:
+                known.number = before.number
+                self.bytes -= before.size
+            else:
+                self._next += 1
+                known.number = self._next
+            for link in known.links[continued:]:
+                self._by_link[link] = known.number
+            self._known[known.number] = known
+            self._known.move_to_end(known.number)
             self.bytes += known.size
             self._trim()
 
@@ -108,9 +120,8 @@ class PromptMemory:
                 self._answers.move_to_end(link)
             return found
 
-    def remember_answer(self, link: Digest, ids: Sequence[int], lead: str) -> None:
+    def remember_answer(self, link: Digest, generated: Generated) -> None:
         """Keeps generated ids under the chain that the answer will have when it comes back."""
-        generated = Generated(np.asarray(ids, np.int32), lead)
         with self._lock:
             old = self._answers.pop(link, None)
             self._answers[link] = generated
@@ -127,29 +138,6 @@ class PromptMemory:
                 self.bytes -= generated.size
 
 
-def chain(scope: str, digests: Sequence[Digest]) -> list[Digest]:
-    """One digest after each message, over all up to it. ``scope``: whose conversation it is."""
-    link = hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    links = []
-    for digest in digests:
-        link = extend(link, digest)
-        links.append(link)
-    return links
-
-
-def extend(link: Digest, digest: Digest) -> Digest:
-    """The chain behind one more message."""
-    return hashlib.blake2b(link + digest, digest_size=16).digest()
-
-
-def digest_of(message: Json) -> Digest:
-    """What a message says, in 16 bytes. An answer's reasoning does not count: clients may or may not send it back."""
-    state = hashlib.blake2b(digest_size=16)
-    content = message["content"]
-    if message["role"] == "assistant":
-        content = content.strip()
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-        state.update(json.dumps(calls, sort_keys=True).encode("utf-8", "surrogatepass"))
-    state.update(f"{message['role']}\0{len(content)}\0".encode())
-    state.update(content.encode("utf-8", "surrogatepass"))
-    return state.digest()
+def generated(ids: Sequence[int], lead: str, opening: str = "", reasoning: str = "") -> Generated:
+    """Generated ids as they are remembered."""
+    return Generated(np.asarray(ids, np.int32), lead, opening, reasoning)

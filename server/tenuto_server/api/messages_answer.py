@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto_server.api.answer import Answer
+from tenuto_server.api.conversation import Conversation
 from tenuto_server.api.diagnostics import messages_diagnostics
 from tenuto_server.api.errors import ApiError
 from tenuto_server.api.generation import Generation
@@ -33,9 +34,9 @@ class MessageShape:
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
     end = b""
 
-    def __init__(self, id: str, model: str, body: MessagesRequest, raw: Mapping[str, Any]) -> None:
+    def __init__(self, id: str, model: str, body: MessagesRequest, raw: Mapping[str, Any], talk: Conversation) -> None:
         self._id, self._model, self._body = id, model, body
-        self._ttl_s = marked_ttl_s(raw)
+        self._ttl_s = marked_ttl_s(raw, talk)
         self._index = -1
         self._open: str | None = None
         self._thought: list[str] = []

@@ -14,8 +14,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tenuto_server.api.conversation import Conversation, Json, Writer, block_text, function_tool, joined_text
+from tenuto_server.api.conversation import (
+    Conversation,
+    Json,
+    Writer,
+    block_text,
+    digest_tool,
+    function_tool,
+    joined_text,
+)
 from tenuto_server.api.errors import bad_request
+from tenuto_server.api.readings import Readings, facts
 from tenuto_server.api.schema import GenerationRequest, check_stops
 from tenuto_server.api.tools import ToolChoice, ToolSpec
 
@@ -72,30 +81,27 @@ class MessagesRequest(CountRequest):
         return (self.thinking or {}).get("display") == "omitted"
 
 
-def to_conversation(body: CountRequest, strip: bool) -> Conversation:
-    """The conversation of a request. Raises 400 naming the message, block or tool."""
-    tools = {
-        tool.name: (tool, deferred) for tool, deferred in map(_tool, body.tools or (), range(len(body.tools or ())))
-    }
-    specs = tuple(tool for tool, deferred in tools.values() if not deferred)
-    reader = _Reader(Writer(strip), {name: tool for name, (tool, _) in tools.items()})
+def to_conversation(body: CountRequest, strip: bool, readings: Readings | None = None, scope: str = "") -> Conversation:
+    """The conversation of a request. ``readings``: what a tenant (``scope``) sent before. Raises 400 naming the message,
+    block or tool."""
+    tools = {tool.name: (tool, late) for tool, late in map(_tool, body.tools or (), range(len(body.tools or ())))}
+    specs = tuple(tool for tool, late in tools.values() if not late)
+    # A reference brings in a tool that is not loaded; where all are, messages are read without looking at them.
+    deferred = len(specs) < len(tools)
+    reader = _Reader(Writer(strip), {name: tool for name, (tool, _) in tools.items()} if deferred else {})
     reader.system(body.system)
     messages = body.messages
     prefill = _prefill(messages)
-    for index, message in enumerate(messages[:-1] if prefill else messages):
-        reader.message(message, index)
-    writer = reader.writer
+    reading = (readings or Readings(0)).read(scope, reader, messages[:-1] if prefill else messages)
     thinking = (body.thinking or {}).get("type")
     choice, parallel = _choice(body.tool_choice, specs)
     schema, schema_field = body.response_schema()
     return Conversation(
-        tuple(writer.messages),
-        specs,
-        choice,
-        parallel,
-        schema,
-        places=tuple(writer.places),
-        removed=tuple(writer.removed),
+        **facts(reading, scope),
+        tools=specs,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        response_schema=schema,
         variables={"enable_thinking": thinking == "enabled"} if thinking in ("enabled", "disabled") else {},
         prefill=prefill,
         tool_field="tools[{}].input_schema",
@@ -145,6 +151,11 @@ class _Reader:
 
     def __init__(self, writer: Writer, tools: Mapping[str, ToolSpec]) -> None:
         self.writer, self._tools = writer, tools
+        self.basis = b"messages" + b"".join(map(digest_tool, tools.values()))
+
+    def restart(self, writer: Writer) -> None:
+        """Goes on with another writer."""
+        self.writer = writer
 
     def system(self, system: Any) -> None:
         """The system text beside the messages."""
@@ -154,8 +165,8 @@ class _Reader:
         if system:
             self.writer.text("system", system, None)
 
-    def message(self, message: Any, index: int) -> None:
-        """One message. Raises 400."""
+    def read(self, message: Any, index: int) -> bool:
+        """One message; it is complete in itself. Raises 400."""
         where = f"messages[{index}]"
         if not isinstance(message, dict):
             raise bad_request(f"{where}: expected an object", where)
@@ -164,7 +175,7 @@ class _Reader:
             raise bad_request(f"{where}.role: expected user, assistant or system", f"{where}.role")
         if role == "system":
             self.writer.text("system", joined_text(content, f"{where}.content", self._tools), index)
-            return
+            return True
         if content is None or isinstance(content, str):
             blocks: Any = [{"type": "text", "text": content or ""}]
         else:
@@ -175,6 +186,7 @@ class _Reader:
             self._assistant(blocks, index)
         else:
             self._user(blocks, index)
+        return True
 
     def _user(self, blocks: list[Any], index: int) -> None:
         texts: list[str] = []

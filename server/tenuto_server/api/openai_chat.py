@@ -9,7 +9,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tenuto_server.api.conversation import Conversation, from_chat
+from tenuto_server.api.chat_request import from_chat
+from tenuto_server.api.conversation import Conversation
 from tenuto_server.api.errors import encode_json
 from tenuto_server.api.generation import Generation
 from tenuto_server.api.job import Job
@@ -55,6 +56,8 @@ def _render(service: Service, tenant: str, body: ChatRequest) -> tuple[Conversat
         response_schema=body.response_schema(),
         variables=body.chat_template_kwargs,
         strip=service.config.strip_attribution,
+        readings=service.prompts.readings,
+        scope=tenant,
     )
     return talk, service.prompts.conversation(talk, tenant)
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tenuto_server.api.carriers import read_riders
-from tenuto_server.api.conversation import from_chat
+from tenuto_server.api.chat_request import from_chat
 from tenuto_server.api.errors import bad_request, encode_json, invalid
 from tenuto_server.api.generation import Generation
 from tenuto_server.api.job import make_job

@@ -65,7 +65,7 @@ def render(
     service: Service, tenant: str, body: ResponsesRequest, history: tuple[Any, ...]
 ) -> tuple[Conversation, Prompt]:
     """The conversation of a request behind stored items, and its prompt."""
-    talk = to_conversation(body, history, service.config.strip_attribution)
+    talk = to_conversation(body, history, service.config.strip_attribution, service.prompts.readings, tenant)
     return talk, service.prompts.conversation(talk, tenant)
 
 

@@ -6,14 +6,12 @@ only the cache knows; see ``Divergence``.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tenuto_server.api.conversation import Conversation, dump
-from tenuto_server.api.memory import Digest
-from tenuto_server.api.tools import ToolSpec
+from tenuto_server.api.conversation import Conversation
+from tenuto_server.api.digests import Digest
 
 Part = Literal["model", "system", "tools", "messages"]
 
@@ -70,12 +68,6 @@ class Change:
         return told | {name: True for name in ("reordered", "shorter") if getattr(self, name)}
 
 
-def digest_tool(tool: ToolSpec) -> Digest:
-    """A tool in 16 bytes."""
-    text = dump([tool.name, tool.description, tool.parameters], "tools")
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
 def compare(old: Outline, new: Outline) -> Change | None:
     """What changed first, in the order model, tools, system, messages; None: the new one only goes on."""
     if old.model != new.model:
@@ -87,6 +79,8 @@ def compare(old: Outline, new: Outline) -> Change | None:
         return Change("tools", reordered=sorted(old.tools) == sorted(new.tools), tool=names[at])
     if old.system != new.system:
         return Change("system")
+    if new.messages[: len(old.messages)] == old.messages:
+        return None  # the usual case, told without a loop
     for index, (before, after) in enumerate(zip(old.messages, new.messages, strict=False)):
         if before[0] != after[0]:
             _, role, place = after
@@ -99,5 +93,7 @@ def compare(old: Outline, new: Outline) -> Change | None:
 
 def shared_messages(old: Outline, new: Outline) -> int:
     """How many messages both begin with."""
+    if new.messages[: len(old.messages)] == old.messages:
+        return len(old.messages)
     pairs = zip(old.messages, new.messages, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a[0] != b[0]), min(len(old.messages), len(new.messages)))

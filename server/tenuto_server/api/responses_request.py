@@ -25,6 +25,7 @@ from tenuto_server.api.conversation import (
 )
 from tenuto_server.api.errors import bad_request, unsupported
 from tenuto_server.api.messages_request import open_seal
+from tenuto_server.api.readings import Readings, facts
 from tenuto_server.api.schema import GenerationRequest
 from tenuto_server.api.tools import ToolSpec
 
@@ -82,29 +83,32 @@ class ResponsesRequest(GenerationRequest):
         return schema
 
 
-def to_conversation(body: ResponsesRequest, history: Sequence[Any], strip: bool) -> Conversation:
-    """The conversation of a request behind the stored items ``history``. Raises 400 naming the item or tool."""
+def to_conversation(
+    body: ResponsesRequest, history: Sequence[Any], strip: bool, readings: Readings | None = None, scope: str = ""
+) -> Conversation:
+    """The conversation of a request behind the stored items ``history``. ``readings``: what a tenant (``scope``) sent before.
+    Raises 400 naming the item or tool."""
     tools = tuple(spec for index, tool in enumerate(body.tools or ()) for spec in _tools(tool, f"tools[{index}]"))
-    reader = _Reader(Writer(strip))
+    reader = _Reader(Writer(strip), len(history))
     if body.instructions is not None:
         for text in _instructions(body.instructions):
             reader.writer.text("system", text, None)
-    for item in history:
-        reader.item(item, "previous_response_id", None)
-    for index, item in enumerate(body.items()):
-        reader.item(item, f"input[{index}]", index)
-    reader.flush()
-    writer = reader.writer
+    reading = (readings or Readings(0)).read(scope, reader, [*history, *body.items()])
+    writer = reader.closed()
     if not writer.messages:
         raise bad_request("input: has no message; give at least one", "input")
+    writer.link(scope)
+    told = facts(reading, scope)
+    behind = len(history)  # the writer counted from the beginning of what is stored
+    places = tuple(None if place is None or place < behind else place - behind for place in writer.places)
+    told |= {"messages": tuple(writer.messages), "places": places}
+    told |= {"digests": tuple(writer.digests), "links": tuple(writer.links)}
     return Conversation(
-        tuple(writer.messages),
-        tools,
-        read_choice(_qualified_choice(body.tool_choice, tools), tools),
-        body.parallel_tool_calls is not False,
-        body.response_schema(),
-        tuple(writer.places),
-        tuple(writer.removed),
+        **told,
+        tools=tools,
+        tool_choice=read_choice(_qualified_choice(body.tool_choice, tools), tools),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        response_schema=body.response_schema(),
         source="input",
         tool_field="tools[{}].parameters",
         response_field="text.format.schema",
@@ -152,16 +156,36 @@ def _qualified_choice(choice: Any, tools: Sequence[ToolSpec]) -> Any:
 class _Reader:
     """Collects what belongs to one answer until something else follows."""
 
-    def __init__(self, writer: Writer) -> None:
-        self.writer = writer
+    def __init__(self, writer: Writer, stored: int = 0) -> None:
+        self.writer, self._stored, self.basis = writer, stored, b"responses"
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
         self._place: int | None = None
         self._open = False
 
-    def item(self, item: Any, where: str, place: int | None) -> None:
-        """One item. Raises 400."""
+    def restart(self, writer: Writer) -> None:
+        """Goes on with another writer."""
+        self.writer = writer
+        self._text, self._reasoning, self._calls, self._open = [], [], [], False
+
+    def read(self, item: Any, index: int) -> bool:
+        """One item, the stored ones first; False while the answer that it belongs to may go on. Raises 400."""
+        stored = index < self._stored
+        self._item(item, "previous_response_id" if stored else f"input[{index - self._stored}]", index)
+        return not self._open
+
+    def closed(self) -> Writer:
+        """The writer with everything that was read; what is still open is written to a copy, since it may go on."""
+        if not self._open:
+            return self.writer
+        reader = _Reader(self.writer.resumed(self.writer.mark()))
+        reader._text, reader._reasoning, reader._calls = self._text, self._reasoning, self._calls
+        reader._open, reader._place = True, self._place
+        reader.flush()
+        return reader.writer
+
+    def _item(self, item: Any, where: str, place: int | None) -> None:
         if not isinstance(item, dict):
             raise bad_request(f"{where}: expected an object", where)
         kind = item.get("type", "message" if "role" in item else None)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tenuto_server.api.conversation import Conversation
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MARKS_MAX = 100_000
@@ -25,9 +28,9 @@ def seconds_of(value: Any) -> float | None:
     return float(match[1]) * _UNITS_S[match[2] or "s"] if match and int(match[1]) else None
 
 
-def _marks(raw: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Every ``cache_control`` and ``prompt_cache_breakpoint`` at the top, on tools, system and message blocks."""
-    stack: list[Any] = [raw]
+def _marks(node: Any) -> Iterator[Mapping[str, Any]]:
+    """Every ``cache_control`` and ``prompt_cache_breakpoint`` on a message, tool or system text and its blocks."""
+    stack: list[Any] = [node]
     seen = 0
     while stack and seen < _MARKS_MAX:
         node = stack.pop()
@@ -38,25 +41,41 @@ def _marks(raw: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             for key in ("cache_control", "prompt_cache_breakpoint"):
                 if isinstance(mark := node.get(key), dict):
                     yield mark
-            stack.extend(node.get(key) for key in ("tools", "system", "messages", "input", "content"))
+            if isinstance(content := node.get("content"), list):
+                stack.extend(content)
 
 
-def marked_ttl_s(raw: Mapping[str, Any]) -> float | None:
+def longest(*lives: float | None) -> float | None:
+    """The longest of several lives; None: there is none."""
+    return max((life for life in lives if life is not None), default=None)
+
+
+def marks_of(node: Any) -> tuple[float | None, float | None]:
+    """The longest lives that cache marks in a message (or tools, or system text) ask for: by a ``ttl``, and at all, where a
+    mark that names none asks for 300 s. None: there are none."""
+    lives = [seconds_of(mark.get("ttl")) for mark in _marks(node)]
+    return longest(*lives), longest(*(life or _DEFAULT_S for life in lives))
+
+
+def _beside_messages(raw: Mapping[str, Any]) -> list[Any]:
+    top = {key: raw[key] for key in ("cache_control", "prompt_cache_breakpoint") if key in raw}
+    return [top, raw.get("tools"), raw.get("system")]
+
+
+def marked_ttl_s(raw: Mapping[str, Any], talk: Conversation) -> float | None:
     """The longest life that cache marks ask for (300 s where one names none); None without marks."""
-    lives = [seconds_of(mark.get("ttl")) or _DEFAULT_S for mark in _marks(raw)]
-    return max(lives) if lives else None
+    return longest(talk.marked_s, *(marks_of(node)[1] for node in _beside_messages(raw)))
 
 
-def retain_s(raw: Mapping[str, Any]) -> float | None:
+def retain_s(raw: Mapping[str, Any], talk: Conversation) -> float | None:
     """The longest life that a request asks for in so many words; None if it does not."""
-    lives = [seconds_of(mark.get("ttl")) for mark in _marks(raw)]
+    lives = [talk.asked_s, *(marks_of(node)[0] for node in _beside_messages(raw))]
     options = raw.get("prompt_cache_options")
     if isinstance(options, dict):
         lives.append(seconds_of(options.get("ttl")))
     for field in ("prompt_cache_retention", "keep_alive", "ttl"):
         lives.append(seconds_of(raw.get(field)))
-    asked = [life for life in lives if life is not None]
-    return max(asked) if asked else None
+    return longest(*lives)
 
 
 def wants_prewarm(raw: Mapping[str, Any]) -> bool:

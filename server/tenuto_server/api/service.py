@@ -163,7 +163,7 @@ class Service:
             "api_prompt_tokens_total": {kind: float(n) for kind, n in sorted(traffic.prompt_tokens.items())},
             "api_cached_tokens_total": {kind: float(n) for kind, n in sorted(traffic.cached_tokens.items())},
             "api_sessions_tracked": float(traffic.sessions),
-            "api_prompt_memory_bytes": float(self.prompts.memory.bytes),
+            "api_prompt_memory_bytes": float(self.prompts.memory.bytes + self.prompts.readings.bytes),
             "api_prompt_memory_hits_total": float(self.prompts.memory.hits),
             "api_stored_responses_bytes": float(self.responses.bytes),
         }

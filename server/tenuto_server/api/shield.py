@@ -22,6 +22,8 @@ from tenuto_server.model.tokenizer import Tokenizer
 
 SPLICE = "\ufdd1"
 """Stands on both sides of the key of an answer whose generated ids take its place."""
+THOUGHT = "\ufdd2"
+"""Stands for the reasoning of such an answer."""
 
 _MARK, _FIRST = "\ufdd0", 0xF0000
 _SPLICED = re.compile(f"{SPLICE}([0-9a-f]+){SPLICE}")
@@ -43,11 +45,12 @@ class Shield:
         texts = {tokenizer.token_bytes(i).decode("utf-8", "replace"): i for i in sorted(tokenizer.special_ids)}
         texts.pop("", None)
         self._ids, self._tokenizer = texts, tokenizer
-        self._hidden = [*texts, _MARK, SPLICE]
+        marks = (_MARK, SPLICE, THOUGHT)
+        self._hidden = [*texts, *marks]
         by_length = sorted(texts, key=len, reverse=True)
-        self._find = re.compile("|".join(map(re.escape, [*by_length, _MARK, SPLICE]))) if texts else None
+        self._find = re.compile("|".join(map(re.escape, [*by_length, *marks]))) if texts else None
         # Substring search runs at memory speed, a regular expression does not; most texts hold not even a beginning.
-        self._hints = tuple({text[:2] for text in texts} | {_MARK, SPLICE})
+        self._hints = tuple({text[:2] for text in texts} | set(marks))
         self._split = re.compile("(" + "|".join(map(re.escape, by_length)) + ")") if texts else None
         self._number = {text: chr(_FIRST + n) for n, text in enumerate(self._hidden)}
         sample = f"{by_length[0]}user\nHello  wor\u00e9ld 12{by_length[-1]}\n" if by_length else ""

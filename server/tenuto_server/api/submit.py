@@ -52,4 +52,4 @@ def prepare(
     )
     if turn.warm:
         turn = replace(turn, sampling=replace(turn.sampling, max_tokens=0))
-    return replace(job, turn=turn, arrival=arrival, retain_s=retain_s(raw))
+    return replace(job, turn=turn, arrival=arrival, retain_s=retain_s(raw, talk))

@@ -10,7 +10,7 @@ import secrets
 from pydantic import ValidationError
 
 from tenuto.wire import AgentCompaction, Envelope, Receipt
-from tenuto_server.api.conversation import from_chat
+from tenuto_server.api.chat_request import from_chat
 from tenuto_server.api.errors import ApiError
 from tenuto_server.api.prompt import Prompt
 from tenuto_server.api.schema import ChatRequest, parse
@@ -59,7 +59,12 @@ async def _warm(service: Service, tenant: str, session: str, request: dict[str, 
 def _prompt(service: Service, tenant: str, body: ChatRequest) -> Prompt:
     """As the turn itself will have it, the tenant's own answers among its messages included."""
     talk = from_chat(
-        body.messages, body.tools or (), variables=body.chat_template_kwargs, strip=service.config.strip_attribution
+        body.messages,
+        body.tools or (),
+        variables=body.chat_template_kwargs,
+        strip=service.config.strip_attribution,
+        readings=service.prompts.readings,
+        scope=tenant,
     )
     return service.prompts.conversation(talk, tenant)
 
