@@ -29,6 +29,7 @@ from tenuto_server.engine.plan import ForwardPlan, ForwardRow
 from tenuto_server.model.load import load_model
 from tenuto_server.runtime.batch import BatchBuilder
 from tenuto_server.runtime.graphs import DecodeGraphs, run_eagerly
+from tenuto_server.runtime.sampler import sample
 
 torch.set_num_threads(1)
 model = load_model("toy", dtype="fp32", weights="int4").transformer
@@ -44,11 +45,15 @@ for rows in (((0, 4, 1), (1, 17, 1), (2, 34, 1)), ((1, 18, 1),), ((2, 35, 3), (0
     batch = BatchBuilder(16, 16, torch.device("cpu")).build(ForwardPlan(0, plan))
     captured = graphs.takes(batch) and backend() == "interpret"
     logits.append((graphs.forward(batch) if captured else model.forward(batch, pool)).clone())
-torch.save((model.linear_kind, graphs.health()["replays"], logits, pool), sys.argv[1])
+samplings = [Sampling(4), *(Sampling(4, 0.8, top_p, top_k, seed) for seed, (top_p, top_k) in enumerate(
+    ((1.0, 0), (0.9, 0), (1.0, 5), (0.6, 40)) * 2
+))]
+drawn = sample(torch.randn(9, 400, generator=torch.Generator().manual_seed(2)) * 2, samplings, range(9))
+torch.save((model.linear_kind, graphs.health()["replays"], logits, pool, drawn), sys.argv[1])
 """
 
 
-def run_steps(backend: str, out: Path) -> tuple[str, int, list[torch.Tensor], torch.Tensor]:
+def run_steps(backend: str, out: Path) -> tuple[str, int, list[torch.Tensor], torch.Tensor, list[int]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TENUTO_"))}
     path = os.pathsep.join(str(ROOT / part) for part in ("harness", "server", "kernels"))
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TENUTO_KERNELS": backend}
@@ -59,14 +64,16 @@ def run_steps(backend: str, out: Path) -> tuple[str, int, list[torch.Tensor], to
 
 
 def test_decode_steps_on_static_buffers_equal_those_of_the_cpu(tmp_path: Path) -> None:
-    """Also: padding rows write nothing, and quantised weights are read as they are by the Triton product."""
+    """Also: padding rows write nothing, quantised weights are read as they are by the Triton product, and the same seeds draw
+    the same tokens."""
     pytest.importorskip("triton", reason="triton is not installed")
-    _, _, expected, expected_pool = run_steps("cpu", tmp_path / "cpu")
-    kind, replays, got, pool = run_steps("interpret", tmp_path / "interpret")
+    _, _, expected, expected_pool, expected_tokens = run_steps("cpu", tmp_path / "cpu")
+    kind, replays, got, pool, tokens = run_steps("interpret", tmp_path / "interpret")
     assert (kind, replays) == ("triton", 2)
     for values, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(values, wanted, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(pool, expected_pool, atol=2e-5, rtol=1e-4)
+    assert tokens == expected_tokens
     free = [0, 2, 4, 5, 7, 8, 10, 11, 13, 15]
     assert torch.equal(pool[free], expected_pool[free])
 

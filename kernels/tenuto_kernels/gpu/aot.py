@@ -23,7 +23,7 @@ from tenuto_kernels.gpu.decode import combine_kernel, decode_config, decode_kern
 from tenuto_kernels.gpu.matmul import add_parts_kernel, matmul_config, matmul_kernel
 from tenuto_kernels.gpu.prefill import prefill_config, prefill_kernel
 from tenuto_kernels.gpu.rowwise import COLUMNS, norm_warps, rms_norm_kernel, rope_store_kernel, silu_mul_kernel
-from tenuto_kernels.gpu.sampling import BLOCK, sample_kernel
+from tenuto_kernels.gpu.sampling import BLOCK, WARPS, sample_kernel
 from tenuto_kernels.gpu.shared import power_of_two
 from tenuto_kernels.gpu.store import store_kernel
 from tenuto_kernels.quant import GROUP
@@ -102,7 +102,7 @@ def variants() -> Iterator[Variant]:
             yield _matmul(bits, rows, "bf16")
         yield _matmul(bits, 16, "fp32")
     yield _variant("add parts", add_parts_kernel, {"out": "*bf16"}, {"BIAS": True, "SPLITS": 8, "BLOCK": 1024})
-    yield _variant("sample", sample_kernel, {"out": "*i64"}, {"BLOCK": BLOCK}, {"num_warps": 16})
+    yield _variant("sample", sample_kernel, {"out": "*i64"}, {"BLOCK": BLOCK}, {"num_warps": WARPS})
 
 
 def _rowwise() -> Iterator[Variant]:

@@ -2,9 +2,9 @@
 """Drawing one token a row on the device: one program a row, no sort. Owns no state.
 
 The definition is `cpu.sampling`. Both filters look for the largest weight t such that the weights of at least t reach a
-number (top-k) or a mass (top-p); positive floats are ordered as their bits are, so t is found bit by bit in thirty passes
-over a row that the cache holds. Sums are fp32 within a tile and fp64 across tiles, where the definition has fp64
-throughout: a draw that comes within some 1e-7 of the border between two tokens may fall to the other side.
+number (top-k) or a mass (top-p); positive floats are ordered as their bits are, so t is found three bits at a time, in ten
+passes over a row that the cache holds. Sums are fp32 within a thread and fp64 across threads, where the definition has fp64
+throughout: a draw that comes within some 1e-6 of the border between two tokens may fall to the other side.
 """
 
 import torch
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns of one tile.
-BLOCK = 2048
+#: Columns of one tile, and warps that share it: two columns a thread leave registers for eight sums of each.
+BLOCK, WARPS = 2048, 32
 
 
 @triton.jit
@@ -39,17 +39,18 @@ def _reached(
     temperature,
     least,
     MASS: tl.constexpr,  # noqa: N803
+    LEVELS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """The sum (MASS) or number of the weights that are not below `least`: fp64."""
-    total = tl.full((1,), 0.0, tl.float64)
+    """For each of `least` [LEVELS] the sum (MASS) or number of the weights that are not below it: fp64 [LEVELS]."""
+    total = tl.zeros((BLOCK, LEVELS), dtype=tl.float32)
     for start in range(0, vocab, BLOCK):
-        weight = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
-        counted = weight
-        if not MASS:
-            counted = tl.full((BLOCK,), 1.0, tl.float32)
-        total += tl.sum(tl.where(weight >= least, counted, 0.0), 0).to(tl.float64)
-    return total
+        weight = _weights(row_ptr, start, vocab, best, temperature, BLOCK)[:, None]
+        if MASS:
+            total += tl.where(weight >= least[None, :], weight, 0.0)
+        else:
+            total += (weight >= least[None, :]).to(tl.float32)
+    return tl.sum(total.to(tl.float64), 0)
 
 
 @triton.jit
@@ -65,11 +66,12 @@ def _threshold(
 ):
     """The largest t in [floor, 1] for which the weights >= t reach `wanted`."""
     bits = tl.full((1,), 0, tl.int32)
-    for bit in range(0, 30):  # 1.0, the largest weight, has its highest bit at 29
-        candidate = bits | (1 << (29 - bit))
-        least = tl.maximum(candidate.to(tl.float32, bitcast=True), floor)
-        reached = _reached(row_ptr, vocab, best, temperature, least, MASS, BLOCK)
-        bits = tl.where(reached >= wanted, candidate, bits)
+    digit = tl.arange(0, 8)
+    for place in range(0, 10):  # 1.0, the largest weight, has its highest bit at 29
+        shift = 27 - 3 * place
+        least = tl.maximum((bits + (digit << shift)).to(tl.float32, bitcast=True), floor)
+        reached = _reached(row_ptr, vocab, best, temperature, least, MASS, 8, BLOCK)
+        bits += tl.max(tl.where(reached >= wanted, digit, 0), 0) << shift
     return tl.minimum(tl.maximum(bits.to(tl.float32, bitcast=True), floor), 1.0)
 
 
@@ -84,7 +86,7 @@ def _drawn(
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """The first column at which the cumulative weight exceeds u times the total, over the weights >= floor."""
-    wanted = u * _reached(row_ptr, vocab, best, temperature, floor, True, BLOCK)
+    wanted = u * _reached(row_ptr, vocab, best, temperature, floor, True, 1, BLOCK)
     before = tl.full((1,), 0.0, tl.float64)
     token = tl.full((1,), 2147483647, tl.int32)
     last = tl.full((1,), 0, tl.int32)
@@ -136,7 +138,7 @@ def sample_kernel(
         if (top_k > 0.0) & (top_k < vocab):
             floor = _threshold(row_ptr, vocab, peak, temperature, floor, top_k, False, BLOCK)
         if top_p < 1.0:
-            wanted = top_p * _reached(row_ptr, vocab, peak, temperature, floor, True, BLOCK)
+            wanted = top_p * _reached(row_ptr, vocab, peak, temperature, floor, True, 1, BLOCK)
             floor = _threshold(row_ptr, vocab, peak, temperature, floor, wanted, True, BLOCK)
         token = _drawn(row_ptr, vocab, peak, temperature, floor, u, BLOCK)
     result = tl.where(finite > 0, token, -1).to(tl.int64)
@@ -151,5 +153,5 @@ def sample_tokens(logits: Tensor, settings: Tensor) -> Tensor:
     if rows:
         if logits.device.type == "cuda":
             settings = settings.pin_memory().to(logits.device, non_blocking=True)
-        sample_kernel[(rows,)](logits, settings, out, rows, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16)
+        sample_kernel[(rows,)](logits, settings, out, rows, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=WARPS)
     return out
