@@ -289,6 +289,10 @@ def test_openhands_events_by_their_names(fake: FakeServer) -> None:
         assert [(p.kind, p.key.tool, p.key.program) for p in session.open_pauses] == [("tool", "terminal", "make")]
         tell(event("ObservationEvent", tool_call_id="1"))
         assert session.open_pauses == []
+        tell(event("ActionEvent", tool_call_id="2", tool_name="finish"))
+        assert session.open_pauses == []  # an answer, not a tool that runs
+        tell(event("ObservationEvent", tool_call_id="2", tool_name="finish"))
+        assert [p.kind for p in session.open_pauses] == ["human"]
         tell(event("CondensationRequest"))
         tell(event("Condensation"))
         tell(event("PauseEvent"))

@@ -29,7 +29,12 @@ HERE = Path(__file__).resolve().parent
 INSTALL_S = 420.0
 RUN_S = 150.0
 START_S = 180.0
-PYTHON_AGENTS = {"mini": ("mini-swe-agent==2.4.6", "bin/mini"), "aider": ("aider-chat==0.86.2", "bin/aider")}
+# Packages, the program, and the oldest Python that they run on.
+PYTHON_AGENTS = {
+    "mini": (["mini-swe-agent==2.4.6"], "bin/mini", (3, 11)),
+    "aider": (["aider-chat==0.86.2"], "bin/aider", (3, 11)),
+    "openhands": (["openhands-sdk==1.58.2", "openhands-tools==1.58.2"], "bin/python", (3, 12)),
+}
 # Where the platform's own program lies, so that no install script of a package has to run.
 NATIVE = {
     "claude": "@anthropic-ai/claude-code-linux-x64/claude",
@@ -91,18 +96,31 @@ def node_agents() -> Path:
     return folder / "node_modules"
 
 
+def interpreter(oldest: tuple[int, int]) -> str:
+    """A Python of at least this version; a skip where there is none."""
+    if sys.version_info >= oldest:
+        return sys.executable
+    for minor in range(oldest[1], oldest[1] + 4):
+        found = shutil.which(f"python3.{minor}")
+        if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return found
+    pytest.skip(f"no Python {oldest[0]}.{oldest[1]} or newer is installed")
+
+
 def python_agent(name: str) -> Path:
     """The program of an agent written in Python, in a virtual environment of its own. Opt-in: they bring hundreds of
     megabytes; installed already, they are always used."""
-    package, program = PYTHON_AGENTS[name]
+    packages, program, oldest = PYTHON_AGENTS[name]
     folder = cache() / f"py-{name}"
     if not (folder / program).exists() and not os.environ.get("TENUTO_TEST_PYTHON_AGENTS"):
-        pytest.skip(f"{package} is not installed; TENUTO_TEST_PYTHON_AGENTS=1 installs it into the cache")
+        pytest.skip(f"{' '.join(packages)} is not installed; TENUTO_TEST_PYTHON_AGENTS=1 installs it into the cache")
     if not (folder / program).exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
-        problem = installed(pip, folder, "pip", package)
+        subprocess.run([interpreter(oldest), "-m", "venv", "--without-pip", str(folder)], check=True)
+        target = str(folder / "bin" / "python")
+        pip = [sys.executable, "-m", "pip", "--python", target, "install", "-q", "--disable-pip-version-check"]
+        problem = installed([*pip, *packages], folder, "pip", " ".join(packages))
         if problem is not None:
+            shutil.rmtree(folder)
             pytest.skip(problem)
     return folder / program
 
@@ -155,7 +173,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def run_agent(
     server: Server, command: list[str], home: Path, *, path: list[Path] | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """``tenuto run -- COMMAND`` in a project folder, with a home of its own and nothing of the caller's agents."""
+    """``tenuto run -- COMMAND`` in a project folder, with a home of its own and nothing of the caller's agents. ``command``
+    may begin with options of ``tenuto run`` and ``--``."""
     work = home / "project"
     work.mkdir()
     kept = {
@@ -180,7 +199,16 @@ def run_agent(
     places = {f"XDG_{kind}_HOME": str(home / f".{kind.lower()}") for kind in ("CONFIG", "DATA", "CACHE", "STATE")}
     search = os.pathsep.join([*(str(p) for p in path or ()), kept.get("PATH", "")])
     return subprocess.run(
-        [sys.executable, "-m", "tenuto", "run", "--upstream", server.url, "--", *command],
+        [
+            sys.executable,
+            "-m",
+            "tenuto",
+            "run",
+            "--upstream",
+            server.url,
+            *([] if "--" in command else ["--"]),
+            *command,
+        ],
         env={**kept, **places, "HOME": str(home), "TENUTO_HISTORY": "off", "PATH": search, **env},
         cwd=work,
         stdin=subprocess.DEVNULL,

@@ -16,6 +16,8 @@ from tenuto.adapters.gaps import Gaps
 from tenuto.session_core import SessionCore
 from tenuto.wire import AgentCompaction
 
+FINISH = "finish"
+
 
 def callback(session: SessionCore | None = None) -> Callable[[Any], None]:
     """A function for ``Conversation(callbacks=[...])``."""
@@ -24,8 +26,12 @@ def callback(session: SessionCore | None = None) -> Callable[[Any], None]:
     def on_event(event: Any) -> None:
         kind = type(event).__name__
         call = str(getattr(event, "tool_call_id", None) or "call")
-        if kind == "ActionEvent":
-            gaps.tool_begins(call, str(getattr(event, "tool_name", None) or "tool"), _arguments(event))
+        tool = str(getattr(event, "tool_name", None) or "tool")
+        if tool == FINISH:  # the answer: nothing runs, a person reads
+            if kind == "ObservationEvent":
+                gaps.turn_over()
+        elif kind == "ActionEvent":
+            gaps.tool_begins(call, tool, _arguments(event))
         elif kind in ("ObservationEvent", "AgentErrorEvent", "UserRejectObservation"):
             gaps.tool_ends(call)
         elif kind == "MessageEvent":

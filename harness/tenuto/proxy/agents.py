@@ -219,6 +219,7 @@ def _mini(start: Start, setting: Setting, environ: Mapping[str, str]) -> None:
 
 def _openhands(start: Start, setting: Setting, environ: Mapping[str, str]) -> None:
     _openai(start, setting, environ)
+    start.attended = not start.has("--headless")
     start.env["LLM_BASE_URL"] = f"{setting.url}/v1"
     if setting.hosted is None:
         start.env["LLM_API_KEY"] = setting.local_key

@@ -153,7 +153,7 @@ async def _run(args: argparse.Namespace, command: list[str], upstream: Upstream)
             hooks=claude_run_hooks(f"{server.url}/hook") if hooked else None,
         )
         start = prepare(command, setting, os.environ, agent)
-        tracker.attended = start.attended
+        tracker.attended, tracker.agent = start.attended, start.agent
         for note in start.notes:
             _say(note)
         if args.show:

@@ -20,6 +20,8 @@ from tenuto.wire import AgentCompaction, AgentFork, AgentModelSwitch, AgentResum
 SPAWNS = frozenset({"agent", "task", "spawn_agent", "delegate_to_agent", "collaborationspawn_agent"})
 WAITS = frozenset({"wait_agent", "collaborationwait_agent"})
 ASKS = frozenset({"askuserquestion", "ask_user_question", "ask_user", "exitplanmode", "exit_plan_mode", "question"})
+# A tool that only says that the task is done: nothing runs, the next turn is a person's.
+ENDS = frozenset({"finish", "attempt_completion"})
 CUT_OFF = frozenset({"length", "max_tokens", "incomplete", "pause_turn", "MAX_TOKENS"})
 # A prompt that shrank to less than this share of the last one has been compacted.
 COMPACTED_SHARE = 0.6
@@ -119,19 +121,19 @@ class Node:
         names = [name.lower() for name, _ in ending.calls]
         spawned = [args for (name, args) in ending.calls if name.lower() in SPAWNS]
         self.expects += len(spawned)
-        self.turn_over = not names
+        self.turn_over = ENDS.issuperset(names)
         self._tell_forks(spawned)
-        if self.parent is not None and not names:
+        if self.parent is not None and self.turn_over:
             self.parent.joined(self.name)
             return
-        self.begin_pause(self._kind(names, ending.stop), ending.calls)
+        self.begin_pause(self._kind(names, ending.stop), () if self.turn_over else ending.calls)
 
     def _kind(self, names: Sequence[str], stop: str | None) -> str:
         if any(name in ASKS for name in names):
             return "human"
         if names and all(name in SPAWNS or name in WAITS for name in names):
             return "subagent"
-        if names:
+        if not self.turn_over:
             return "tool"
         if self.children or self.expects:
             return "subagent"

@@ -49,9 +49,10 @@ class Content:
 
 
 def client_of(headers: Mapping[str, str]) -> str | None:
-    """The coding agent that sent a request, by its user agent; None for anything else."""
+    """The coding agent that sent a request, by what it calls itself; None for anything else."""
     agent = headers.get("user-agent", "")
-    return next((name for name, start in _AGENTS if agent.startswith(start)), None)
+    found = next((name for name, start in _AGENTS if agent.startswith(start)), None)
+    return "openhands" if found is None and headers.get("x-title") == "OpenHands" else found
 
 
 def dialect(path: str) -> str | None:

@@ -79,6 +79,7 @@ class Tracker:
         self._one_run = one_run
         self._run_key = run_key
         self.attended = True  # a person watches, as far as is known
+        self.agent: str | None = None  # the agent of this run: what a session is called whose client does not say
         self._chains = Chains()
         self._bodies = Bodies()
         self._speakers: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -165,7 +166,7 @@ class Tracker:
             self.nodes.move_to_end((scope, name))
             return known
         parent = self.nodes.get((scope, identity.parent)) if identity.parent else None
-        kind = agent or ("subagent" if identity.parent else client)
+        kind = agent or ("subagent" if identity.parent else client or self.agent)
         session = self._client(scope, key).session(
             name, agent=kind, attended=self.attended and not identity.parent, parent=identity.parent
         )
