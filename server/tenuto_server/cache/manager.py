@@ -186,6 +186,8 @@ class CacheManager:
         retained blocks at once rather than wait for them to be copied down."""
         size = self.block_tokens
         first, last = table.front // size, -(-upto_tokens // size)
+        if last - first == 1 and table.private[first]:
+            return True  # the next token of an answer, mostly
         missing: slice | NDArray[np.intp] = slice(first, last)
         count = last - first
         if table.owned:
@@ -225,6 +227,8 @@ class CacheManager:
         sequence's tokens from 0 to at least ``end``."""
         size = self.block_tokens
         first, last = start // size, end // size
+        if first < table.path_blocks:
+            table.strays = True
         for extent in path_to(table.tip, first):
             low, high = max(first, extent.start), min(last, extent.end)
             if low < high and extent.slots[DEVICE] is None and not extent.moves:
@@ -235,11 +239,12 @@ class CacheManager:
     def reconcile(self, table: BlockTable) -> None:
         """Gives back or hands over blocks that a sequence computed for itself while a copy of the same blocks was in
         flight (a late load). Not while a forward reads them."""
-        if not table.owned:
+        if not table.strays:
             return
         done = min(table.front // self.block_tokens, table.path_blocks)
         own: list[int] = table.private[:done].nonzero()[0].tolist()
         if not own:
+            table.strays = bool(np.count_nonzero(table.private[done : table.path_blocks]))
             return
         for extent in path_to(table.tip, own[0]):
             mine = [block for block in own if extent.start <= block < extent.end]
@@ -288,6 +293,8 @@ class CacheManager:
             elif not child.moves:
                 self.tiers.adopt_device(child, table.blocks[at : at + child.blocks])
                 self._own(table, at, at + child.blocks, give_back=False)
+            else:
+                table.strays = True
         table.tip = child
         table.path_blocks += child.blocks
 

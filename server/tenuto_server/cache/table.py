@@ -16,7 +16,7 @@ class BlockTable:
     covers blocks 0 .. ``path_blocks``; ``private``: bool per block, whether the sequence owns its slot, ``owned`` of them.
 
     ``front``: tokens whose KV is in place (or will be, once the forward that was planned last is done).
-    ``cow``: pinned source of a copy-on-write for the first ``cow_tokens`` tokens of block ``path_blocks``.
+    ``strays``: it may own blocks of its path. ``cow``: pinned source of a copy-on-write for the first ``cow_tokens`` tokens of block ``path_blocks``.
     """
 
     root: Extent
@@ -27,6 +27,7 @@ class BlockTable:
     cow: Extent | None = None
     cow_tokens: int = 0
     owned: int = 0
+    strays: bool = False
     private: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ class Drafting:
         sequence.tokens[sequence.count : sequence.count + count] = guess[:count]
         return count, 0
 
-    def confirm(self, planned: Planned, drawn: list[int], made: int, running: bool) -> None:
+    def confirm(self, planned: Planned, drawn: list[int], made: int) -> None:
         """Only the guesses that were drawn, up to where the turn ends, count as computed. ``made``: guesses of a draft
         model."""
         if not planned.draft:
@@ -75,6 +75,6 @@ class Drafting:
         guesser.judge(drafted, confirmed, core.config.speculate_tokens_max)
         sequence.session.drafted += drafted
         sequence.session.confirmed += confirmed
-        leaving = sequence.cancelled or sequence.stop_at is not None or not running
+        leaving = sequence.cancelled or sequence.stop_at is not None
         planned.end = before + (0 if leaving else min(ended, confirmed))
         table.front = planned.end

@@ -197,10 +197,12 @@ class RetentionKeeper:
             self.prefetch(session)
         for handle in list(self._prefetching):
             self._continue_prefetch(handle)
-        for handle in list(self._offloading):
-            if len(self._core.cache.tiers.moves) >= self._core.config.cache.transfers_inflight_max:
-                break
-            self._continue_offload(handle)
+        moves, moves_max = core.cache.tiers.moves, core.config.cache.transfers_inflight_max
+        if self._offloading and len(moves) < moves_max:  # as many may wait as there are sessions
+            for handle in list(self._offloading):
+                if len(moves) >= moves_max:
+                    break
+                self._continue_offload(handle)
         self._keep_room()
         if self._vacant:
             self._refill()

@@ -80,11 +80,11 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """Ends a turn: its KV stays as cache, its pause begins, its caller hears the last word."""
         core, session = self._core, sequence.session
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
         if sequence.table is not None:
             self.running.remove(sequence)
             self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
         if sequence.turn.warm:
             self._keeper.evaluate(session, "warmed")
         else:
@@ -250,18 +250,20 @@ class Scheduler:
         rows: list[ForwardRow] = []
         copies: list[tuple[int, int]] = []
         budget = core.config.step_tokens_max
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
         for sequence in self.running:
-            if sequence.table is not None:
-                core.cache.reconcile(sequence.table)
-        decoding = [s for s in self.running if s.decoding]
+            assert sequence.table is not None
+            core.cache.reconcile(sequence.table)
+            (decoding if sequence.decoding else prefilling).append(sequence)
         # Whom nobody waits for lets the others' prompts by.
-        prefilling = sorted((s for s in self.running if not s.decoding), key=lambda s: not s.session.attended)
+        prefilling.sort(key=lambda s: not s.session.attended)
         # Guesses are cheap while a forward is bound by memory: few tokens in all.
         guesses = max(0, core.config.speculate_batch_max - len(decoding)) // max(1, len(decoding))
         for sequence in (*decoding, *prefilling):
             if budget <= 0:
                 break
-            if sequence in self.running:  # it may have been preempted for one before it
+            if sequence.table is not None:  # it may have been preempted for one before it
                 budget -= self._plan_sequence(sequence, budget, rows, copies, guesses if sequence.decoding else 0)
         if not rows:
             self._end_starved()
@@ -360,21 +362,29 @@ class Scheduler:
             sampled.setdefault(number, []).append(token)
         drafted = dict(event.drafted)
         self._learn(flight, event.elapsed_ns)
+        cache, size, decoded = core.cache, core.cache.block_tokens, 0
         for planned in flight:
             sequence, table = planned.sequence, planned.sequence.table
             assert table is not None
-            drawn = sampled.get(sequence.id, [])
-            self._drafting.confirm(planned, drawn, drafted.get(sequence.id, 0), sequence in self.running)
-            if planned.end > table.path_tokens(core.cache.block_tokens):
-                core.cache.copied(table)
-            core.cache.publish(table, sequence.tokens, planned.start, planned.end)
+            if planned.draft:
+                drawn = sampled.get(sequence.id, [])
+                self._drafting.confirm(planned, drawn, drafted.get(sequence.id, 0))
+            if table.cow is not None and planned.end > table.path_tokens(size):
+                cache.copied(table)
+            if planned.start // size < table.path_blocks or planned.end // size > table.path_blocks:
+                cache.publish(table, sequence.tokens, planned.start, planned.end)
             count = planned.end - planned.start
-            decoded = sequence.generated and (count == 1 or planned.draft)
-            core.count("decode_tokens" if decoded else "prefill_tokens", count)
-            self._reclassify(sequence, planned, count)
+            if sequence.generated and (count == 1 or planned.draft):
+                decoded += count
+            else:
+                core.count("prefill_tokens", count)
+            if planned.recomputes is not None:
+                self._reclassify(sequence, planned, count)
+        if decoded:
+            core.count("decode_tokens", decoded)
         for planned in flight:
             sequence = planned.sequence
-            if sequence not in self.running:
+            if sequence.table is None:  # ended by a row before this one
                 continue
             if sequence.cancelled or sequence.stop_at is not None:
                 self.finish(sequence, "cancelled" if sequence.cancelled else "stop")
@@ -400,8 +410,9 @@ class Scheduler:
             sequence.first_token_ns = core.now_ns
         reason: FinishReason | None = None
         said: list[int] = []
+        stops = frozenset() if sampling.ignore_eos else sampling.stop_ids
         for token in drawn:
-            if token in sampling.stop_ids and not sampling.ignore_eos:
+            if token in stops:
                 reason = "stop"
                 break
             sequence.append(token)
@@ -440,6 +451,8 @@ class Scheduler:
 
     def tend(self) -> None:
         """Keeps restores going and notes who waits for them."""
+        if not self._core.cache.tiers.tiered:
+            return
         for sequence in self.running:
             self._restorer.tend(sequence)
 

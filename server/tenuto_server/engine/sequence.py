@@ -60,11 +60,12 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Nothing is missing but the KV of the token sampled last."""
-        return self.table is not None and self.generated > 0 and self.table.front == self.count - 1
+        return self.generated > 0 and self.table is not None and self.table.front == self.count - 1
 
     def append(self, token: int) -> None:
         """Adds a sampled token."""
-        self.room_for(1)
+        if self.count == len(self.tokens):
+            self.room_for(1)
         self.tokens[self.count] = token
         self.count += 1
         self.generated += 1
