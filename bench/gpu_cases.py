@@ -93,7 +93,7 @@ class Bench:
 
 def decode(bench: Bench) -> Iterator[Row]:
     """Single queries against paged KV; SDPA has the same keys without pages."""
-    shapes = ((1, 2048), (1, 32768), (16, 8192), (64, 2048)) if bench.real else ((2, 40),)
+    shapes = ((1, 2048), (1, 32768), (16, 8192), (64, 2048)) if bench.real else ((2, 20),)
     for rows, context in shapes:
         pool = bench.pool(min(rows * -(-context // BLOCK), 65536))
         q, tables = bench.normal(rows, HQ, D), bench.tables(rows, context, pool)

@@ -30,21 +30,17 @@ def test_without_a_gpu_it_says_so_and_what_to_do() -> None:
     assert "--interpret --quick" in done.stderr
 
 
-def test_an_operation_it_does_not_know_is_a_failure() -> None:
-    done = _bench("--interpret", "--quick", "--checks", "softmax", "--only", "offload")
-    assert done.returncode == 1
-    assert "no suite for 'softmax'" in done.stdout
-
-
-def test_its_steps_run_in_the_interpreter(tmp_path: Path) -> None:
+def test_its_steps_run_in_the_interpreter_and_what_is_wrong_is_told(tmp_path: Path) -> None:
     out, table = tmp_path / "gpu.json", tmp_path / "gpu.md"
-    sections = "decode,rowwise,products,blocks"
-    some = ("--checks", "silu_mul,store_kv", "--only", sections)
+    some = ("--checks", "silu_mul,softmax", "--only", "decode,products,blocks")
     done = _bench("--interpret", "--quick", *some, "--json", str(out), "--markdown", str(table))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "WRONG: softmax" in done.stdout
     report = json.loads(out.read_text())
-    assert [(check["op"], check["ok"]) for check in report["checks"]] == [("silu_mul", True), ("store_kv", True)]
-    assert {row["section"] for row in report["timings"]} == {"device", *sections.split(",")}
+    good, wrong = report["checks"]
+    assert (good["op"], good["ok"], wrong["op"], wrong["ok"]) == ("silu_mul", True, "softmax", False)
+    assert "no suite for 'softmax'" in wrong["error"]
+    assert {row["section"] for row in report["timings"]} == {"device", "decode", "products", "blocks"}
     assert all(row["ms"] > 0 for row in report["timings"] if row["section"] != "device")
     assert "times mean nothing" in table.read_text()
-    assert "| decode | decode attention, 2 rows at 40 |" in table.read_text()
+    assert "| decode | decode attention, 2 rows at 20 |" in table.read_text()
