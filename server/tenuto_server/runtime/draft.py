@@ -19,6 +19,7 @@ from tenuto_server.engine.plan import ForwardPlan, ForwardRow
 from tenuto_server.errors import ConfigError
 from tenuto_server.model.load import LoadedModel
 from tenuto_server.runtime.batch import BatchBuilder
+from tenuto_server.runtime.graphs import decode_graphs, forward
 from tenuto_server.runtime.sampler import sample
 
 CATCH_UP_TOKENS = 256
@@ -45,6 +46,7 @@ class DraftModel:
         if count < 2:
             raise ConfigError(f"--draft-bytes {pool_bytes} holds {count} KV blocks of {layout.block_bytes} bytes")
         self._pool = layout.allocate(count, model.transformer.device)
+        self._graphs = decode_graphs(model.transformer, self._pool)
         self._batches = BatchBuilder(block_tokens, count, model.transformer.device)
         self._size, self._positions = block_tokens, model.config.max_position
         self._free = list(range(count - 1, -1, -1))
@@ -115,7 +117,8 @@ class DraftModel:
             self._counts["tokens_caught_up"] += len(todo) if behind else 0
             blocks = np.array(known.blocks[: -(-len(known.tokens) // self._size)], np.int32)
             plans.append(ForwardRow(row.seq, start, todo, blocks, not behind, row.sampling, row.draw + depth))
-        logits = self._transformer.forward(self._batches.build(ForwardPlan(0, tuple(plans))), self._pool)
+        batch = self._batches.build(ForwardPlan(0, tuple(plans)))
+        logits = forward(self._transformer, self._graphs, batch, self._pool)
         self._counts["forwards"] += 1
         asked = [plan for plan in plans if plan.sample]
         drawn = iter(sample(logits, [plan.sampling for plan in asked], [plan.draw for plan in asked]))

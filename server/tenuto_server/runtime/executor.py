@@ -21,7 +21,7 @@ from tenuto_server.runtime.batch import BatchBuilder
 from tenuto_server.runtime.disk import DiskTier
 from tenuto_server.runtime.draft import DraftModel
 from tenuto_server.runtime.grammar import GrammarBook
-from tenuto_server.runtime.graphs import decode_graphs
+from tenuto_server.runtime.graphs import decode_graphs, forward
 from tenuto_server.runtime.kv_store import KVStore
 from tenuto_server.runtime.sampler import sample
 from tenuto_server.runtime.transfer import Transfers
@@ -88,9 +88,7 @@ class TorchExecutor:
         if plan.rows:
             batch = self._batches.build(plan)
             computing = time.perf_counter_ns()
-            graphs = self._graphs
-            captured = graphs is not None and graphs.takes(batch)
-            logits = graphs.forward(batch) if graphs and captured else self.transformer.forward(batch, pool)
+            logits = forward(self.transformer, self._graphs, batch, pool)
             self._counts["model_ns"] += time.perf_counter_ns() - computing
             rows = [each for row in plan.rows if row.sample for each in _draws(row)]
             if self.grammars is not None:

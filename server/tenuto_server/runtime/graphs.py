@@ -153,6 +153,13 @@ def run_eagerly(step: Step) -> Step:
     return step
 
 
+def forward(transformer: Transformer, graphs: DecodeGraphs | None, batch: ForwardBatch, pool: Tensor) -> Tensor:
+    """``Transformer.forward``, as a captured graph where there is one that takes the batch."""
+    if graphs is not None and graphs.takes(batch):
+        return graphs.forward(batch)
+    return transformer.forward(batch, pool)
+
+
 def decode_graphs(transformer: Transformer, pool: Tensor) -> DecodeGraphs | None:
     """Captured graphs where they are possible: Triton kernels on a CUDA device, and a model whose forward reads nothing on
     the host. Set ``TENUTO_KERNELS=cpu`` to do without."""
