@@ -65,6 +65,6 @@ class KVLayout:
         device = torch.device(device)
         pinned = pin and device.type == "cpu" and torch.cuda.is_available()
         shape = (num_blocks, *self.block_shape)
-        if device.type == "cpu" and not pinned:
-            return memory.zeros(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)
+        if device.type == "cpu":
+            return (memory.pinned if pinned else memory.zeros)(shape, self.dtype)
+        return torch.zeros(shape, dtype=self.dtype, device=device)

@@ -45,6 +45,12 @@ for cuts in ((0, 20, 21, 45), (0, 7, 33, 44, 45)):
 for at in (0, 31, 44):
     rows = AttentionRows((0, 1), (at + 1,), table)
     assert torch.equal(paged_attention(q[at : at + 1], pool, 0, rows, 0.1, invariant=True)[0], whole[at])
+from tenuto_kernels.gpu import quant_linear
+from tenuto_kernels.quant import quantize
+for bits in (8, 4):
+    product = quant_linear(quantize(torch.randn(70, 128), bits), None, invariant=True)
+    x = torch.randn(20, 128)
+    assert torch.equal(torch.cat([product(x[:1]), product(x[1:3]), product(x[3:])]), product(x))
 print("same bits")
 """
 
