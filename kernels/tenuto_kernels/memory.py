@@ -48,6 +48,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if math.prod(shape) * dtype.itemsize < LARGE_BYTES:  # pages that other tensors share cannot be locked twice
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
     tensor = zeros(shape, dtype)
-    failed = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(failed))
+    failed = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))  # type: ignore[no-untyped-call]
+    if failed:
+        raise RuntimeError(f"cannot lock {tensor.nbytes} bytes of host memory (CUDA error {failed})")
     return tensor
