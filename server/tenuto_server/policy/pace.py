@@ -7,6 +7,7 @@ nothing but the session's own habit counts, for half.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -50,7 +51,7 @@ class Pace:
 
     def expect(self, traits: Traits) -> float:
         """Expected log of the length in seconds."""
-        return self._centre + sum(w * x for w, x in zip(self.weights, self._point(traits), strict=True))
+        return self._centre + _dot(self.weights, self._point(traits))
 
     def learn(self, traits: Traits, log_length: float) -> None:
         """A pause of a session with these traits took exp(``log_length``) seconds."""
@@ -60,14 +61,21 @@ class Pace:
         self.context += share * (_log(traits.context_tokens) - self.context)
         self.n += 1
         x, spread = self._point(traits), self._spread
-        error = log_length - self._centre - sum(w * value for w, value in zip(self.weights, x, strict=True))
+        error = log_length - self._centre - _dot(self.weights, x)
         error = max(-_ERROR_MAX, min(_ERROR_MAX, error))
-        pull = [sum(s * value for s, value in zip(row, x, strict=True)) for row in spread]
-        scale = 1.0 / (1.0 + sum(p * value for p, value in zip(pull, x, strict=True)))
-        self.weights = [w + scale * p * error for w, p in zip(self.weights, pull, strict=True)]
+        pull = [_dot(row, x) for row in spread]
+        scale = 1.0 / (1.0 + _dot(pull, x))
+        gains = [scale * p for p in pull]
+        self.weights = [w + gain * error for w, gain in zip(self.weights, gains, strict=True)]
+        a, b, c, d, e = pull
         self._spread = [
-            [s - scale * p * q for s, q in zip(row, pull, strict=True)] for row, p in zip(spread, pull, strict=True)
+            [row[0] - gain * a, row[1] - gain * b, row[2] - gain * c, row[3] - gain * d, row[4] - gain * e]
+            for row, gain in zip(spread, gains, strict=True)
         ]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4]
 
 
 def _log(tokens: int) -> float:
