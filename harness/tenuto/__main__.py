@@ -7,6 +7,7 @@ lists commands whose dependencies it does not have.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
@@ -33,6 +34,16 @@ Command = Callable[[list[str]], "int | None"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0 done, 1 failed, 2 wrong usage or missing extra."""
+    try:
+        status = _main(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read this has seen enough (``tenuto --help | head``)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if args and args[0] in ("-V", "--version"):
         print(f"tenuto {_version()}")

@@ -99,9 +99,10 @@ AGENTS = {
 
 def main(argv: list[str]) -> int:
     """``tenuto hooks install AGENT``, ``tenuto hooks uninstall AGENT``."""
-    parser = argparse.ArgumentParser(prog="tenuto hooks", description=__doc__.splitlines()[0] if __doc__ else None)
+    text = "Puts Tenuto's hooks into a coding agent's own settings, or takes them out again; shows the difference."
+    parser = argparse.ArgumentParser(prog="tenuto hooks", description=text)
     parser.add_argument("action", choices=("install", "uninstall"))
-    parser.add_argument("agent", choices=sorted(AGENTS))
+    parser.add_argument("agent", choices=sorted(AGENTS), help="whose settings")
     parser.add_argument("--uninstall", action="store_true", help="the same as the action of that name")
     parser.add_argument("--dry-run", action="store_true", help="show the difference and change nothing")
     parser.add_argument("--project", action="store_true", help="the settings of the project in this folder")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 2.0
+TIMEOUT_S = 10.0  # a server on a busy machine answers late
 ANSWER_BYTES_MAX = 16 << 20
 DEPTH_MAX = 16
 # Columns from the most to the least telling, with the width of the terminal from which they are shown.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from tenuto.fake_server import FakeServer
 from tenuto.proxy import commands
 
-from .conftest import eventually
+from .conftest import RawServer, eventually, read_request
 
 AGENT = """
 import json, os, sys, time, urllib.request
@@ -84,6 +86,20 @@ def test_the_server_may_be_down(tmp_path: Path) -> None:
     done = run("http://127.0.0.1:9", "--", sys.executable, "-c", "print('ran')")
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert "does not answer" in done.stderr
+
+
+def test_a_window_too_small_for_agents_is_said(raw: Callable[..., RawServer]) -> None:
+    def script(connection: socket.socket, number: int) -> None:
+        head, _ = read_request(connection)
+        models = b'{"data": [{"id": "tiny", "max_model_len": 8192}]}'
+        body = models if b"/v1/models" in head else b'{"server": "tenuto"}'
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    server = raw(script)
+    done = run(server.url, "--agent", "aider", "--", "true")
+    assert done.returncode == 0
+    assert "tiny has a window of 8,192 tokens" in done.stderr
+    assert run(server.url, "--", "true").stderr == ""  # no agent that is known, no advice
 
 
 def test_status_of_the_shell(fake: FakeServer) -> None:

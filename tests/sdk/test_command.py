@@ -103,3 +103,13 @@ def test_entry_point_that_leads_nowhere(point: Any, capsys: pytest.CaptureFixtur
     point("demo", "tenuto.no_such_module:demo")
     assert command.main(["demo"]) == 2
     assert "does not provide tenuto.no_such_module" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tenuto", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()  # long before anything is printed
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (1, "")

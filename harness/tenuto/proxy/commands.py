@@ -33,6 +33,8 @@ from tenuto.proxy.upstream import Upstream
 DEFAULT_LISTEN = "127.0.0.1:4040"
 # No agent waits for the proxy's hints, so a busy server may take its time over them.
 HINT_BUDGET_S = 2.0
+# Instructions and tools of coding agents take 5,000 to 25,000 tokens before the first word of the task.
+SMALL_WINDOW = 32_768
 # A session whose agent has exited may be resumed by the next process, as scripts do.
 KEEP_S = 300.0
 
@@ -40,6 +42,7 @@ KEEP_S = 300.0
 def run(argv: list[str]) -> int:
     """``tenuto run [options] -- COMMAND...``."""
     parser = _parser("run", "Runs a coding agent behind a local proxy that tells the server what the agent is doing.")
+    parser.usage = "tenuto run [options] -- COMMAND [ARGUMENT ...]"
     parser.add_argument("--model", help="model to set in the agent; by default the first one that the server lists")
     parser.add_argument("--agent", help="which agent the command starts, where its name does not tell")
     parser.add_argument("--no-hooks", action="store_true", help="infer from traffic alone")
@@ -154,6 +157,8 @@ async def _run(args: argparse.Namespace, command: list[str], upstream: Upstream)
         )
         start = prepare(command, setting, os.environ, agent)
         tracker.attended, tracker.agent = start.attended, start.agent
+        if context is not None and context < SMALL_WINDOW and start.agent is not None:
+            _say(f"{model} has a window of {context:,} tokens; the first prompt of an agent alone may be longer")
         for note in start.notes:
             _say(note)
         if args.show:
