@@ -9,6 +9,7 @@ import pytest
 
 from tenuto_server.policy import PauseStats
 from tenuto_server.policy.fates import depth_of
+from tenuto_server.policy.index import Empirical
 from tenuto_server.policy.pace import Pace, Traits
 
 
@@ -27,10 +28,13 @@ def test_it_is_the_ridge_regression_of_all_it_was_taught() -> None:
         traits = Traits(rnd.gauss(2.0, 0.6), rnd.gauss(2.0, 1.0), 99, 9999)
         length = 2.0 + 0.3 * (traits.habit or 0.0) + rnd.gauss(0.0, 0.5)
         pace.learn(traits, length)
-        rows.append([1.0, (traits.habit or 0.0) - centre, (traits.last or 0.0) - centre, 0.0, 0.0])
+        habit, last = (traits.habit or 0.0) - centre, (traits.last or 0.0) - centre
+        # An answer of mean length lies 1.2 beyond the first bend and before the two others.
+        rows.append([1.0, habit, last, 0.0, 0.0, 1.2, 0.0, 0.0, 0.0, max(0.0, habit)])
         lengths.append(length - centre)
-    x, y, start = np.array(rows), np.array(lengths), np.array([0.0, 0.5, 0.0, 0.0, 0.0])
-    expected = start + np.linalg.solve(x.T @ x + 2.0 * np.eye(5), x.T @ (y - x @ start))
+    x, y, start = np.array(rows), np.array(lengths), np.array([0.0, 0.5, *(0.0,) * 8])
+    ridges = np.diag([2.0] * 5 + [50.0] * 5)
+    expected = start + np.linalg.solve(x.T @ x + ridges, x.T @ (y - x @ start))
     assert pace.weights == pytest.approx(expected.tolist(), abs=1e-9)
 
 
@@ -93,3 +97,34 @@ def test_lengths_count_by_what_was_still_wanted() -> None:
         stats.observe("t", "tool", None, 1000.0, traits=Traits(), intact=0.1)
     quantiles = stats.quantiles("t", "tool", None)[:64]
     assert sum(q < 100.0 for q in quantiles) / 64 == pytest.approx(1.0 / 1.1, abs=0.03)
+
+
+def test_a_bend_is_learned_where_answers_change_what_follows() -> None:
+    """Short answers make no difference among themselves, long ones do: log R = 2 + 0.8 * max(0, log answer - 6)."""
+    pace, rnd = Pace(2.0), Random(5)
+
+    def truth(answer: int) -> float:
+        return float(2.0 + 0.8 * max(0.0, np.log(answer) - 6.0))
+
+    for _ in range(4000):
+        answer = round(np.exp(rnd.gauss(6.0, 1.5)))
+        pace.learn(Traits(2.0, 2.0, answer, 50_000), truth(answer) + rnd.gauss(0.0, 0.3))
+    for answer in (30, 120, 1000, 5000):
+        assert pace.expect(Traits(2.0, 2.0, answer, 50_000)) == pytest.approx(truth(answer), abs=0.25)
+
+
+def test_of_the_longest_pauses_a_level_keeps_the_shape_of_the_one_above() -> None:
+    """300 long pauses of the kind, then 200 short ones of one key: past all of its own, the key's odds of lasting twice as
+    long are the kind's."""
+    stats, rnd = PauseStats(), Random(8)
+    for _ in range(3000):
+        stats.observe("a", "human", None, float(np.exp(rnd.gauss(6.0, 1.5))))
+    for _ in range(200):
+        stats.observe("b", "human", "k", float(np.exp(rnd.gauss(3.0, 0.3))))
+
+    def doubling(tenant: str, key: str | None) -> float:
+        part = Empirical(stats.quantiles(tenant, "human", key))
+        at, twice = part.cdf([200.0, 400.0])
+        return (1.0 - twice) / (1.0 - at)
+
+    assert doubling("b", "k") == pytest.approx(doubling("c", None), abs=0.1)

@@ -357,10 +357,19 @@ class PauseStats:
         return chain
 
     def _masses(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> list[float]:
+        """Bin masses, level by level. What is shrunk is the hazard, each bin's share of the pauses that last that long: few of
+        them do, and of how the longest go on a level knows little by itself."""
         masses = list(_PRIOR[kind])
         for node, k in self._chain(tenant, kind, key, rhythm):
-            scale = 1.0 / (k + node.lengths.total)
-            masses = [(k * mass + count) * scale for mass, count in zip(masses, node.lengths.counts, strict=True)]
+            lasting, left, mine = node.lengths.total, 1.0, 1.0
+            for i, count in enumerate(node.lengths.counts):
+                mass = masses[i]
+                hazard = mass / left if left > mass else 1.0
+                share = (k * hazard + count) / (k + lasting) if lasting > 0.0 else hazard
+                masses[i] = mine * share
+                left -= mass
+                mine -= masses[i]
+                lasting -= count
         return masses
 
     def _log_density(self, tenant: str, kind: PauseKind, key: str | None, length_s: float, after_s: float) -> float:

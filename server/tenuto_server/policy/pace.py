@@ -1,8 +1,8 @@
 """How a session's pause will compare with others of its kind, guessed from what the server sees when the turn ends.
 
 A ``Pace`` owns one kind's regression of the log of the pause's length on the session's own earlier pauses, the length of the
-answer and of the context: ridge regression taught one pause at a time (recursive least squares). Coefficients start where
-nothing but the session's own habit counts, for half.
+answer and of the context, with bends where a straight line is known to mislead: ridge regression taught one pause at a time
+(recursive least squares). Coefficients start where nothing but the session's own habit counts, for half.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
-_RIDGE = 2.0
-"""Pauses that each starting coefficient is worth."""
-_START = (0.0, 0.5, 0.0, 0.0, 0.0)
+_RIDGE, _RIDGE_BENT = 2.0, 50.0
+"""Pauses that each starting coefficient is worth: of the lines, and of what bends them."""
+_LINES = 5
+_START = (0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+_BENDS = (-1.2, 0.0, 1.2)
+"""Where the effect of the answer's length may change, in log tokens from their mean: about one standard deviation."""
 _ERROR_MAX = 4.0
 
 
@@ -40,14 +43,17 @@ class Pace:
         self.answer = self.context = 0.0
         self.weights = list(_START)
         size = len(_START)
-        self._spread = [[1.0 / _RIDGE if i == j else 0.0 for j in range(size)] for i in range(size)]
+        ridges = [_RIDGE if i < _LINES else _RIDGE_BENT for i in range(size)]
+        self._spread = [[1.0 / ridges[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
 
     def _point(self, traits: Traits) -> tuple[float, ...]:
         habit = 0.0 if traits.habit is None else traits.habit - self._centre
         last = habit if traits.last is None else traits.last - self._centre
-        if not self.n:
-            return 1.0, habit, last, 0.0, 0.0
-        return 1.0, habit, last, _log(traits.answer_tokens) - self.answer, _log(traits.context_tokens) - self.context
+        answer = context = 0.0
+        if self.n:
+            answer, context = _log(traits.answer_tokens) - self.answer, _log(traits.context_tokens) - self.context
+        low, middle, high = (max(0.0, answer - bend) for bend in _BENDS)
+        return 1.0, habit, last, answer, context, low, middle, high, answer * last, max(0.0, habit)
 
     def expect(self, traits: Traits) -> float:
         """Expected log of the length in seconds."""
