@@ -71,6 +71,8 @@ class Core:
 
     def guard(self, session: Session, prompt: int, known: int, cached: dict[str, int]) -> None:
         """Tells the safeguard what a turn found on each tier, and what a token there saves of its recompute."""
+        if not self.policy.learns:
+            return  # nobody asks how far the index is to be trusted
         size = self.config.cache.block_tokens
         token_s = self.costs.prefill_s(0, prompt) / prompt
         worth = [max(0.0, 1.0 - self.costs.load_s_per_block(tier) / size / token_s) for tier in (DEVICE, HOST, DISK)]

@@ -55,7 +55,7 @@ class Policy(Protocol):
 
     @property
     def learns(self) -> bool:
-        """False: it asks nothing of ``PauseKnowledge``, so nothing need be taught."""
+        """False: it asks nothing of ``PauseKnowledge`` and heeds no ``SystemView.trust``, so nothing need be taught."""
         ...
 
     def retention(self, pause: PauseView, knowledge: PauseKnowledge, system: SystemView) -> Retention:

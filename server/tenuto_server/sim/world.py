@@ -166,7 +166,9 @@ class World:
         if plan.forward is not None:
             done = self.machine.run(plan.forward)
             took = int(self._forward_s(plan.forward) * 1e9)
-            self._at_ns(self.now_ns + took, ForwardDone(done.step, done.sampled, took, done.failed))
+            if took != done.elapsed_ns:
+                done = ForwardDone(done.step, done.sampled, took, done.failed, done.drafted)
+            self._at_ns(self.now_ns + took, done)
         self.collect(self.machine.take_events())
         for output in plan.outputs:
             self._hear(output)
