@@ -160,7 +160,8 @@ def _learned(engine: Engine, executor: TorchExecutor, secret: bytes, say: Say) -
 def _precision(config: ServerConfig, model: LoadedModel) -> str:
     """The numbers the KV was made with, as part of every block's identity."""
     form = model.transformer.weights_form
-    return config.dtype if form == "dense" else f"{config.dtype}, {form} weights"
+    made = config.dtype if form == "dense" else f"{config.dtype}, {form} weights"
+    return made if config.lower_kv == "native" else f"{made}, {config.lower_kv} below the device"
 
 
 def _device(wanted: str) -> str:
@@ -182,20 +183,23 @@ def _executor(
 ) -> tuple[TorchExecutor, EngineConfig, Any]:
     """The executor with its pools and disk, the engine's settings with measured costs, and the block identity."""
     from tenuto_kernels.layout import LAYOUT_VERSION
+    from tenuto_kernels.lower import LowerForm
     from tenuto_server.cache.identity import RootIdentity
     from tenuto_server.runtime.costs import measure_costs
     from tenuto_server.runtime.executor import TorchExecutor
 
     layout = model.transformer.kv_layout(config.block_tokens)
-    size = layout.block_bytes
-    device_blocks, host_blocks = config.device_bytes // size, config.host_bytes // size
+    kind: Any = config.lower_kv
+    lower = LowerForm(layout, kind) if config.lower_kv != "native" else None
+    size, below = layout.block_bytes, layout.block_bytes if lower is None else lower.block_bytes
+    device_blocks, host_blocks = config.device_bytes // size, config.host_bytes // below
     if device_blocks < _DEVICE_BLOCKS_MIN:
         raise ConfigError(
             f"--device-bytes {config.device_bytes} holds {device_blocks} KV blocks of {size} bytes; "
             f"give at least {_DEVICE_BLOCKS_MIN * size}"
         )
     identity = RootIdentity(model.digest, "", _precision(config, model), LAYOUT_VERSION, config.block_tokens, secret)
-    disk = _disk(config, identity.family(), size)
+    disk = _disk(config, identity.family(), below)
     try:
         executor = TorchExecutor(
             model.transformer,
@@ -205,6 +209,7 @@ def _executor(
             disk=disk,
             host_bytes_per_s=config.host_bandwidth,
             disk_bytes_per_s=config.disk_bandwidth,
+            lower=lower,
         )
     except (RuntimeError, MemoryError) as error:
         if disk is not None:
@@ -213,9 +218,10 @@ def _executor(
         raise ConfigError(f"no memory for the KV pools ({reason}); lower --device-bytes or --host-bytes") from None
     context = min(model.config.max_position, config.max_context_tokens or model.config.max_position)
     costs = measure_costs(executor, max_context_tokens=context)
-    tiers = [f"device {_mib(device_blocks * size)}", f"host {_mib(host_blocks * size)}"]
-    tiers += [f"disk {_mib(disk.slots * size)} in {config.disk_dir}"] if disk is not None else []
-    say(f"  KV       {', '.join(tiers)}; a token takes {layout.token_bytes} bytes")
+    tiers = [f"device {_mib(device_blocks * size)}", f"host {_mib(host_blocks * below)}"]
+    tiers += [f"disk {_mib(disk.slots * below)} in {config.disk_dir}"] if disk is not None else []
+    told = f"; below the device in {config.lower_kv}, {below / size:.0%} of the bytes" if lower is not None else ""
+    say(f"  KV       {', '.join(tiers)}; a token takes {layout.token_bytes} bytes{told}")
     say(f"  measured {1 / costs.prefill_a_s:.0f} tokens/s prefill, in {costs.took_s:.1f} s")
     base = EngineConfig(CacheConfig(device_blocks))
     engine_config = EngineConfig(

@@ -87,6 +87,7 @@ class ServerConfig:
     disk_bytes: int = 0
     disk_dir: Path | None = None
     block_tokens: int = 16
+    lower_kv: str = "native"
     host_bandwidth: float | None = None
     disk_bandwidth: float | None = None
     step_tokens_max: int | None = None

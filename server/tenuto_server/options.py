@@ -78,16 +78,7 @@ def serve_parser() -> argparse.ArgumentParser:
     add("--draft-bytes", type=_size, default="256MiB", help="KV memory of the draft model")
     add("--invariant", action="store_true", help="make every result independent of its batch (slower; for tests)")
     _add_dialects(parser)
-    group = parser.add_argument_group("KV tiers")
-    add = group.add_argument
-    add("--device-bytes", type=_size, default="512MiB", help="KV memory on the device")
-    add("--host-bytes", type=_size, default="2GiB", help="KV memory on the host (0: none)")
-    add("--disk-bytes", type=_size, help="KV space on disk (default: 8GiB where --disk-dir is given)")
-    add("--disk-dir", type=Path, help="where KV is kept on disk; survives restarts")
-    add("--host-bandwidth", type=_size, help="limit the host tier to so many bytes a second, to mimic other hardware")
-    add("--disk-bandwidth", type=_size, help="limit the disk tier to so many bytes a second")
-    add("--block-tokens", type=int, default=default.block_tokens, help="tokens in one KV block")
-    add("--policy", default=default.policy, help="what decides how long KV is kept: tenuto, tenuto:none, lru, ...")
+    _add_tiers(parser, default)
     group = parser.add_argument_group("network and access")
     add = group.add_argument
     add("--host", default=default.host, help="address to listen on")
@@ -111,6 +102,25 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     _add_records(parser, default)
     return parser
+
+
+def _add_tiers(parser: argparse.ArgumentParser, default: ServerConfig) -> None:
+    group = parser.add_argument_group("KV tiers")
+    add = group.add_argument
+    add("--device-bytes", type=_size, default="512MiB", help="KV memory on the device")
+    add("--host-bytes", type=_size, default="2GiB", help="KV memory on the host (0: none)")
+    add("--disk-bytes", type=_size, help="KV space on disk (default: 8GiB where --disk-dir is given)")
+    add("--disk-dir", type=Path, help="where KV is kept on disk; survives restarts")
+    add("--host-bandwidth", type=_size, help="limit the host tier to so many bytes a second, to mimic other hardware")
+    add("--disk-bandwidth", type=_size, help="limit the disk tier to so many bytes a second")
+    add(
+        "--lower-kv",
+        default=default.lower_kv,
+        choices=("native", "int8", "fp8"),
+        help="KV on host and disk as it is, or in eight bits: nearly twice as much fits, and tokens may differ",
+    )
+    add("--block-tokens", type=int, default=default.block_tokens, help="tokens in one KV block")
+    add("--policy", default=default.policy, help="what decides how long KV is kept: tenuto, tenuto:none, lru, ...")
 
 
 def _add_records(parser: argparse.ArgumentParser, default: ServerConfig) -> None:

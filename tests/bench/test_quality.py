@@ -86,8 +86,13 @@ def test_the_command(result: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert rows[1]["perplexity_change"] == 0.0  # the reference once more
     assert rows[1]["same_best"] == 1.0
     assert abs(rows[2]["perplexity_change"]) < abs(rows[3]["perplexity_change"]) + 0.05
+    lower = json.loads(result.read_text())["lower_kv"]
+    assert [row["name"] for row in lower] == ["int8", "fp8"]
+    assert all(0 < abs(row["perplexity_change"]) < 0.2 for row in lower)
+    assert abs(lower[0]["perplexity_change"]) < 0.05
     with pytest.raises(SystemExit):
         main(["quality", "--variants", "int3/bf16"])
+    assert main(["quality", "--model", "toy", "--lower-kv", "int3"]) == 1
     assert main(["quality", "--model", "toy", "--text", str(tmp_path / "missing")]) == 1
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tenuto_kernels.layout import KVLayout
+from tenuto_kernels.lower import LowerForm, LowerKind
 from tenuto_server.engine.events import TierFailed, TransferDone
 from tenuto_server.engine.plan import Transfer
 from tenuto_server.runtime.disk import DiskTier
@@ -47,12 +48,21 @@ class Sink:
 class Rig:
     """A store whose device blocks hold random numbers, its transfers, and a sink."""
 
-    def __init__(self, folder, *, dtype=torch.bfloat16, tier: type[DiskTier] = DiskTier, **settings) -> None:
+    def __init__(
+        self,
+        folder,
+        *,
+        dtype=torch.bfloat16,
+        tier: type[DiskTier] = DiskTier,
+        lower: LowerKind | None = None,
+        **settings,
+    ) -> None:
         layout = KVLayout(2, 2, 16, 16, dtype)
-        self.store = KVStore(layout, device_blocks=64, host_blocks=64)
-        self.disk = tier(folder, FAMILY, block_bytes=layout.block_bytes, slots=64, retry_s=0.05)
+        form = None if lower is None else LowerForm(layout, lower)
+        self.store = KVStore(layout, device_blocks=64, host_blocks=64, lower=form)
+        self.disk = tier(folder, FAMILY, block_bytes=self.store.lower_bytes, slots=64, retry_s=0.05)
         self.sink = Sink()
-        chunk = 4 * layout.block_bytes
+        chunk = 4 * self.store.lower_bytes
         self.transfers = Transfers(self.store, self.disk, chunk_bytes=chunk, disk_chunk_bytes=chunk, **settings)
         self.transfers.set_sink(self.sink)
         self.device = as_bytes(self.store.device_pool)

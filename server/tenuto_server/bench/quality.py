@@ -6,6 +6,9 @@
 - Same greedy text: from the start of each of some windows, tokens that agree with the reference's before the first that does
   not, and how many of the continuations agree throughout. One differing near-tie changes all that follows.
 
+Then what KV in eight bits below the device costs (``--lower-kv`` of tenuto serve), with the weights and precision of the first
+variant: the second half of every window, read on top of a first half that was packed and unpacked.
+
 A variant is WEIGHTS/DTYPE, as the options of tenuto serve. The reference is dense/fp32: for a quantised file, its dequantised
 weights; that the file itself was quantised costs quality too, which nothing here can see.
 """
@@ -23,21 +26,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 import tenuto_server
+from tenuto_kernels.lower import LowerKind
 from tenuto_kernels.rows import AttentionRows
 from tenuto_server.errors import ConfigError, TenutoServerError
 from tenuto_server.model.load import DTYPES, LoadedModel, load_model
 from tenuto_server.model.transformer import ForwardBatch, Transformer, WeightsForm
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 REFERENCE = "dense/fp32"
 VARIANTS = "dense/bf16,stored/bf16,int8/bf16,int4/bf16"
 PREFIX_TOKENS = 64
-_BLOCK = 16
+BLOCK = 16
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,19 +85,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--window-tokens", type=int, default=512, help="tokens of each (default: 512)")
     add("--continuations", type=int, default=8, help="windows that are continued greedily (default: 8)")
     add("--new-tokens", type=int, default=64, help="of each continuation (default: 64)")
+    add("--lower-kv", default="int8,fp8", metavar="KIND,...", help="of int8, fp8; empty: none (default: int8,fp8)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
     return parser
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from tenuto_server.bench import quality_lower
     from tenuto_server.bench.demo import about
 
     if min(args.windows, args.continuations, args.new_tokens) < 1 or args.window_tokens <= PREFIX_TOKENS:
         raise ConfigError(f"counts must be 1 or more, --window-tokens more than {PREFIX_TOKENS}")
+    kinds: Any = [kind for kind in args.lower_kv.split(",") if kind]
+    if unknown := set(kinds) - set(get_args(LowerKind)):
+        raise ConfigError(f"--lower-kv: {', '.join(sorted(unknown))} is none of {', '.join(get_args(LowerKind))}")
     text, source = _text(args.text)
     windows: list[list[int]] = []
     reference: Reading | None = None
-    rows = []
+    rows: list[dict[str, Any]] = []
+    lower: list[dict[str, Any]] = []
     for weights, dtype in [("dense", "fp32"), *args.variants]:
         name = f"{weights}/{dtype}"
         form: Any = weights
@@ -102,6 +115,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         reference = reference or found
         rows.append({"name": name, **compare(found, reference), "weights_form": model.transformer.weights_form})
         print(f"{name}: perplexity {found.perplexity:.4f}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        if len(rows) == 2 and kinds:
+            lower = quality_lower.measure(model.transformer, windows, args.continuations, args.new_tokens, kinds)
     return {
         "what": "tenuto bench quality",
         "about": about(),
@@ -111,6 +126,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "windows": len(windows),
         "window_tokens": args.window_tokens,
         "rows": rows,
+        "lower_kv": lower,
     }
 
 
@@ -155,16 +171,16 @@ def read(transformer: Transformer, windows: Sequence[list[int]], continuations: 
     """Reads every window, and continues the first ``PREFIX_TOKENS`` tokens of the first few by ``new_tokens``."""
     size = len(windows[0])
     # A block for the tokens of the longest row, in a pool of its own; table i holds blocks in order.
-    blocks = -(-max(size, PREFIX_TOKENS + new_tokens) // _BLOCK)
-    pool = transformer.kv_layout(_BLOCK).allocate(blocks + 1, transformer.device)
+    blocks = -(-max(size, PREFIX_TOKENS + new_tokens) // BLOCK)
+    pool = transformer.kv_layout(BLOCK).allocate(blocks + 1, transformer.device)
     loss, best = 0.0, []
     for window in windows:
-        logits = _forward(transformer, pool, 0, window, every=True)[:-1]
+        logits = forward(transformer, pool, 0, window, every=True)[:-1]
         targets = torch.tensor(window[1:], device=logits.device)
         loss += torch.nn.functional.cross_entropy(logits.double(), targets, reduction="sum").item()
         best.append(logits.argmax(-1).cpu())
     greedy = [
-        _continue(lambda at, row: _forward(transformer, pool, at, row, every=False), window[:PREFIX_TOKENS], new_tokens)
+        _continue(lambda at, row: forward(transformer, pool, at, row, every=False), window[:PREFIX_TOKENS], new_tokens)
         for window in windows[:continuations]
     ]
     return Reading(math.exp(loss / (len(windows) * (size - 1))), torch.stack(best), greedy)
@@ -180,12 +196,12 @@ def _continue(step: Callable[[int, list[int]], Tensor], prefix: list[int], count
     return found
 
 
-def _forward(transformer: Transformer, pool: Tensor, start: int, tokens: list[int], *, every: bool) -> Tensor:
+def forward(transformer: Transformer, pool: Tensor, start: int, tokens: list[int], *, every: bool) -> Tensor:
     """Logits [rows, vocab] of all tokens, or of the last, which follow on ``start`` tokens already in the pool."""
     device, end = transformer.device, start + len(tokens)
     positions = torch.arange(start, end, device=device)
     table = torch.arange(1, len(pool), dtype=torch.int32, device=device)[None]
-    slots = table[0].long()[positions // _BLOCK] * _BLOCK + positions % _BLOCK
+    slots = table[0].long()[positions // BLOCK] * BLOCK + positions % BLOCK
     wanted = torch.arange(0 if every else len(tokens) - 1, len(tokens), device=device)
     rows = AttentionRows((0, len(tokens)), (end,), table)
     batch = ForwardBatch(torch.tensor(tokens, device=device), positions, slots, rows, wanted)
@@ -232,8 +248,31 @@ def _print(document: dict[str, Any]) -> None:
         )
     console, about, text = Console(), document["about"], document["text"]
     console.print(table)
+    if document["lower_kv"]:
+        _print_lower(console, document)
     console.print(
         f"{document['windows']} windows of {document['window_tokens']} tokens of {text['source']} (sha256 "
         f"{text['sha256'][:12]}); {about['processor']}, commit {str(about['commit'])[:12]}",
         highlight=False,
     )
+
+
+def _print_lower(console: Console, document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    name = document["rows"][1]["name"]
+    table = Table(title=f"Second halves of windows after the first came back from a lower tier, {name}")
+    heads = ("lower tiers", "bytes", "perplexity", "change", "same best token", "greedy agrees for", "identical")
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index == 0 else "right")
+    for row in document["lower_kv"]:
+        table.add_row(
+            row["name"],
+            f"{row['bytes']:.0%}",
+            f"{row['perplexity']:.3f} of {row['native']:.3f}",
+            f"{row['perplexity_change']:+.3%}",
+            f"{row['same_best']:.2%}",
+            f"{row['greedy_agreed_mean']:.1f} of {row['greedy_tokens']}",
+            f"{row['greedy_identical']} of {row['greedy_count']}",
+        )
+    console.print(table)

@@ -65,6 +65,9 @@ def measure_costs(executor: TorchExecutor, *, max_context_tokens: int) -> Costs:
             limit = executor.transfers.disk_bytes_per_s
             if limit is not None:
                 write, disk = min(write, limit), min(disk, limit)
+            # A block below the device may take fewer bytes than on it, which is what bandwidths count in.
+            packed = executor.store.layout.block_bytes / executor.store.lower_bytes
+            write, disk = write * packed, disk * packed
     return Costs(a_s, b_s, overhead_s, host, disk, write, time.perf_counter() - began)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tenuto_kernels.lower import LowerForm
 from tenuto_kernels.ops import copy_blocks
 from tenuto_server.engine.events import DiskRecovered, Event, ForwardDone, TokenArray
 from tenuto_server.engine.plan import ForwardPlan, ForwardRow, Transfer
@@ -28,7 +29,8 @@ from tenuto_server.runtime.transfer import Transfers
 
 
 class TorchExecutor:
-    """``disk``: an open tier whose ``block_bytes`` are those of the model's layout, or None; closed with the executor.
+    """``disk``: an open tier whose ``block_bytes`` are those of the model's layout, or of its ``lower`` form (of blocks below
+    the device; None: as they are), or None; closed with the executor.
 
     ``host_bytes_per_s``, ``disk_bytes_per_s`` limit the tiers' bandwidth (None: no limit). ``host_checksums`` guards blocks in
     host memory; those on disk always are. ``grammars``, set after construction,
@@ -47,10 +49,12 @@ class TorchExecutor:
         disk_bytes_per_s: float | None = None,
         host_checksums: bool = True,
         stuck_s: float = 30.0,
+        lower: LowerForm | None = None,
     ) -> None:
         layout = transformer.kv_layout(block_tokens)
-        if disk is not None and disk.block_bytes != layout.block_bytes:
-            raise ValueError(f"disk tier has blocks of {disk.block_bytes} bytes, the model's are {layout.block_bytes}")
+        size = layout.block_bytes if lower is None else lower.block_bytes
+        if disk is not None and disk.block_bytes != size:
+            raise ValueError(f"disk tier has blocks of {disk.block_bytes} bytes, the model's are {size}")
         self.transformer = transformer
         self.store = KVStore(
             layout,
@@ -58,6 +62,7 @@ class TorchExecutor:
             host_blocks=host_blocks,
             device=transformer.device,
             checksums=host_checksums,
+            lower=lower,
         )
         self.disk = disk
         self.grammars: GrammarBook | None = None
@@ -138,6 +143,8 @@ class TorchExecutor:
             "linears": self.transformer.linear_kind,
             "weights": self.transformer.weights_form,
             "block_bytes": layout.block_bytes,
+            "lower_kv": self.store.lower.kind if self.store.lower is not None else "native",
+            "lower_block_bytes": self.store.lower_bytes,
             "device_blocks": len(self.store.device_pool),
             "host_blocks": len(self.store.host_sums),
             "host_checksums": self.store.checksums,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tenuto_kernels.layout import KVLayout
+from tenuto_kernels.lower import LowerForm
 from tenuto_kernels.ops import gather_blocks, scatter_blocks
 from tenuto_server.runtime.blocks import Bytes, Slots, copy_runs, runs
 from tenuto_server.runtime.disk_io import aligned
@@ -21,7 +22,8 @@ from tenuto_server.runtime.disk_io import aligned
 class KVStore:
     """Pools of ``device_blocks`` on ``device`` and ``host_blocks`` in host memory (page-locked beside CUDA; may be 0).
 
-    ``checksums``: keep a sum for every block that arrives on the host and compare it when the block leaves.
+    ``checksums``: keep a sum for every block that arrives on the host and compare it when the block leaves. ``lower``: the
+    form of blocks below the device; None: as they are. Host memory and staging then hold packed blocks of ``lower_bytes``.
     Raises ``ValueError`` for a size below one and ``torch.OutOfMemoryError`` or ``RuntimeError`` if memory lacks.
     """
 
@@ -33,12 +35,14 @@ class KVStore:
         host_blocks: int = 0,
         device: torch.device | str = "cpu",
         checksums: bool = True,
+        lower: LowerForm | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.lower = layout, lower
+        self.lower_bytes = layout.block_bytes if lower is None else lower.block_bytes
         self.device = torch.device(device)
         self.checksums = checksums
         self.device_pool = layout.allocate(device_blocks, self.device)
-        self.host_pool = layout.allocate(host_blocks, "cpu", pin=True) if host_blocks else None
+        self.host_pool = (lower or layout).allocate(host_blocks, "cpu", pin=True) if host_blocks else None
         self.host_sums = np.zeros(host_blocks, dtype=np.uint32)
         self.host_bytes = as_bytes(self.host_pool) if self.host_pool is not None else None
         # On a CPU "device" both pools are plain memory: NumPy copies run by run on the calling thread alone, where a
@@ -49,9 +53,11 @@ class KVStore:
     def staging(self, blocks: int) -> torch.Tensor:
         """A host buffer of that many blocks, page-locked beside CUDA, beginning on a page."""
         if self.device.type == "cuda":
-            return self.layout.allocate(blocks, "cpu", pin=True)
-        buffer = torch.from_numpy(aligned(blocks * self.layout.block_bytes))
-        return buffer.view(self.layout.dtype).view(blocks, *self.layout.block_shape)
+            return (self.lower or self.layout).allocate(blocks, "cpu", pin=True)
+        buffer = torch.from_numpy(aligned(blocks * self.lower_bytes)).view(blocks, self.lower_bytes)
+        return (
+            buffer if self.lower is not None else buffer.view(self.layout.dtype).view(blocks, *self.layout.block_shape)
+        )
 
     def from_device(
         self, slots: Slots, out: torch.Tensor, out_slots: Slots | None, after: torch.cuda.Event | None
@@ -73,7 +79,11 @@ class KVStore:
         targets = [into[first:last] for first, last in pieces]
         if self._device_bytes is not None:
             for (first, last), target in zip(pieces, targets, strict=True):
-                copy_runs(self._device_bytes, slots[first:last], as_bytes(out), target)
+                if self.lower is None:
+                    copy_runs(self._device_bytes, slots[first:last], as_bytes(out), target)
+                else:
+                    for source, to in zip(slots[first:last].tolist(), target.tolist(), strict=True):
+                        self.lower.pack(self.device_pool[source : source + 1], out[to : to + 1])
                 yield first, last
             return
         marks = []
@@ -82,7 +92,7 @@ class KVStore:
                 for (first, _), target in zip(pieces, targets, strict=True):
                     for begin, end, at in _host_runs(target):
                         index = _index(slots[first + begin : first + end])
-                        gather_blocks(self.device_pool, index, out[at : at + end - begin])
+                        self._gather(index, out[at : at + end - begin])
                     marks.append(self._mark(self.stream))
             for (first, last), mark in zip(pieces, marks, strict=True):
                 if mark is not None:
@@ -100,11 +110,33 @@ class KVStore:
     def send(self, src: torch.Tensor, src_slots: Slots, slots: Slots, after: torch.cuda.Event | None) -> None:
         """``to_device`` that, on CUDA, only sets the copies going: call it within ``settled``."""
         if self._device_bytes is not None:
-            copy_runs(as_bytes(src), src_slots, self._device_bytes, slots)
+            if self.lower is None:
+                copy_runs(as_bytes(src), src_slots, self._device_bytes, slots)
+                return
+            for source, to in zip(src_slots.tolist(), slots.tolist(), strict=True):
+                self.lower.unpack(src[source : source + 1], self.device_pool[to : to + 1])
             return
         with self._side_stream(after):
             for first, last, at in _host_runs(src_slots):
-                scatter_blocks(self.device_pool, _index(slots[first:last]), src[at : at + last - first])
+                self._scatter(_index(slots[first:last]), src[at : at + last - first])
+
+    def _gather(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        """Device blocks to host memory, packed on the device where there is a lower form; on the current stream."""
+        if self.lower is None:
+            gather_blocks(self.device_pool, index, out)
+            return
+        packed = torch.zeros(out.shape, dtype=torch.uint8, device=self.device)
+        self.lower.pack(self.device_pool[index.to(self.device, non_blocking=True)], packed)
+        out.copy_(packed, non_blocking=True)
+
+    def _scatter(self, index: torch.Tensor, src: torch.Tensor) -> None:
+        if self.lower is None:
+            scatter_blocks(self.device_pool, index, src)
+            return
+        shape = (len(src), *self.layout.block_shape)
+        blocks = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
+        self.lower.unpack(src.to(self.device, non_blocking=True), blocks)
+        self.device_pool.index_copy_(0, index.to(self.device, non_blocking=True), blocks)
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:

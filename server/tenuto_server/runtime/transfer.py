@@ -67,7 +67,7 @@ class Transfers:
         self._announced = True
         self._counts_lock = threading.Lock()
         self._counts: dict[str, dict[str, int]] = {}
-        size = store.layout.block_bytes
+        size = store.lower_bytes
         spread = host_bytes_per_s is None and store.device.type == "cpu" and (os.cpu_count() or 1) > 1
         self._memory = [
             Lane(
@@ -176,7 +176,7 @@ class Transfers:
         with job.lane.touch(job) as allowed:
             if not allowed:
                 return [], []
-            piece = max(1, _HOT_BYTES // self._store.layout.block_bytes)
+            piece = max(1, _HOT_BYTES // self._store.lower_bytes)
             if job.transfer.dst == "host":
                 self._offload(job, first, last, piece)
                 return [], []
@@ -335,7 +335,7 @@ class Transfers:
             "blocks": moved,
             "blocks_bad": len(done.bad),
             "blocks_failed": len(done.failed),
-            "bytes": moved * self._store.layout.block_bytes,
+            "bytes": moved * self._store.lower_bytes,
             "elapsed_ns": done.elapsed_ns,
         }
         with self._counts_lock:
