@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
+from operator import mul
 
 _RIDGE, _RIDGE_BENT = 2.0, 50.0
 """Pauses that each starting coefficient is worth: of the lines, and of what bends them."""
@@ -73,15 +74,13 @@ class Pace:
         scale = 1.0 / (1.0 + _dot(pull, x))
         gains = [scale * p for p in pull]
         self.weights = [w + gain * error for w, gain in zip(self.weights, gains, strict=True)]
-        a, b, c, d, e = pull
         self._spread = [
-            [row[0] - gain * a, row[1] - gain * b, row[2] - gain * c, row[3] - gain * d, row[4] - gain * e]
-            for row, gain in zip(spread, gains, strict=True)
+            [s - gain * p for s, p in zip(row, pull, strict=True)] for row, gain in zip(spread, gains, strict=True)
         ]
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4]
+    return sum(map(mul, a, b))
 
 
 def _log(tokens: int) -> float:
