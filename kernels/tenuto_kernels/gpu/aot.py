@@ -136,7 +136,7 @@ def compile_variant(variant: Variant, architecture: int) -> Cost:
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(variant.kernel, variant.signature, variant.constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=variant.options)
-    registers, spilled = _resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     return Cost(variant.name, architecture, registers, compiled.metadata.shared, spilled)
 
 
@@ -175,7 +175,7 @@ def _variant(
     return Variant(name, kernel, types, constants, options or {})
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """Registers a thread and bytes of local memory (no kernel here has local arrays, so all of it is spills)."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:

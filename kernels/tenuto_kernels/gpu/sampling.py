@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 #: Columns of one tile, and warps that share it: two columns a thread leave registers for eight sums of each.
-BLOCK, WARPS = 2048, 32
+BLOCK, WARPS = 1024, 16
 
 
 @triton.jit
