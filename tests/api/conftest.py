@@ -239,9 +239,7 @@ def wait() -> Callable[..., None]:
     return eventually
 
 
-@pytest.fixture
-def make_site() -> Iterator[Callable[..., Site]]:
-    """Starts sites; every one is stopped at the end of the test."""
+def _sites() -> Iterator[Callable[..., Site]]:
     sites: list[Site] = []
 
     def make(
@@ -265,6 +263,18 @@ def make_site() -> Iterator[Callable[..., Site]]:
     yield make
     for site in sites:
         site.stop()
+
+
+@pytest.fixture
+def make_site() -> Iterator[Callable[..., Site]]:
+    """Starts sites; every one is stopped at the end of the test."""
+    yield from _sites()
+
+
+@pytest.fixture(scope="module")
+def make_shared_site() -> Iterator[Callable[..., Site]]:
+    """The same for sites that a whole module uses."""
+    yield from _sites()
 
 
 @pytest.fixture(scope="session")

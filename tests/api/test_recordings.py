@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.wire import SessionView
 from tenuto_server.api.chat_request import from_chat
 from tenuto_server.api.locating import common_prefix
 from tenuto_server.api.messages_request import CountRequest
@@ -18,8 +19,13 @@ from tenuto_server.api.messages_request import to_conversation as from_messages
 from tenuto_server.api.prompt import PromptBuilder
 from tenuto_server.api.responses_request import ResponsesRequest
 from tenuto_server.api.responses_request import to_conversation as from_responses
+from tenuto_server.cache.identity import RootIdentity
+from tenuto_server.config import CacheConfig, EngineConfig
+from tenuto_server.engine.engine import Engine
 from tenuto_server.model.chat import ChatTemplate
 from tenuto_server.model.toy import toy_tokenizer
+from tenuto_server.policy import make_policy
+from tenuto_server.runtime.null import NullExecutor
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "recordings"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="recordings of real clients are not beside this checkout")
@@ -158,6 +164,9 @@ def test_every_request_parses_and_the_session_tree_is_the_clients_own(item, repl
     expected = tree(item)
     for name, turn in replay.turns.items():
         session, parent = expected[name.rpartition("/")[2]]
+        if turn.side:  # shown with its session, and no turn of it
+            assert (turn.session, replay.told(name)["session"]) == (None, session)
+            continue
         assert (turn.session, turn.parent) == (session, parent) or session is None, name
 
 
@@ -167,10 +176,60 @@ def test_pauses_of_a_tool_round_trip(replay):
     )
     assert replay.pauses["tool_roundtrip/001"] == [("tool", "exec_command")]
     assert replay.pauses["tool_roundtrip/002"] == [("human", None)]
-    # A title comes before the first turn; the turn is no continuation of it, and no other model's either.
-    assert "side_call_before" in replay.told("tool_roundtrip_chat/002")["inferred"]
-    assert "change" not in replay.told("tool_roundtrip_chat/002")
+    # A title comes before the first turn: it is none, and the turn behind it begins the session.
+    title, first = replay.told("tool_roundtrip_chat/001"), replay.told("tool_roundtrip_chat/002")
+    assert (title["kind"], title["inferred"], title["session"]) == ("side", ["side_call"], first["session"])
+    assert replay.turns["tool_roundtrip_chat/001"].side
+    assert replay.pauses["tool_roundtrip_chat/001"] == []
+    assert first["kind"] == "turn"
+    assert not {"change", "inferred"} & set(first)
     assert replay.pauses["tool_roundtrip_chat/002"][0][0] == "tool"
+
+
+def test_a_first_call_without_tools_by_a_client_unknown_is_told_when_the_turn_comes(replay):
+    title, turn = list(records("opencode-1.18.33/tool_roundtrip_chat").values())[:2]
+    for record in (title, turn):
+        record["headers"] = [[k, v] for k, v in record["headers"] if k.lower() != "user-agent"]
+    replay.send("x/1", title)
+    replay.send("x/2", turn)
+    assert replay.told("x/1")["kind"] == "turn"
+    assert replay.told("x/2")["inferred"] == ["side_call_before"]
+    assert "change" not in replay.told("x/2")
+
+
+def test_the_sessions_of_opencode_are_its_turns_alone_and_its_subagent_has_ended(make_site):
+    """Over the real engine: the title is no turn, and the child is in no pause once it has answered."""
+    executor = NullExecutor(vocab=512, tokens_low=40)
+    config = EngineConfig(CacheConfig(16_000), policy="tenuto", max_context_tokens=200_000)
+    identity = RootIdentity("weights", "", "bf16", 1, 16, b"a secret of sixteen bytes")
+    site = make_site(Engine(config, make_policy("tenuto"), identity), executor, context=200_000, model_aliases=("*",))
+    for record in records("opencode-1.18.33/subagent_chat").values():
+        headers = {key.lower(): value for key, value in record["headers"] if key.lower() != "host"}
+        body = {**record["body"], "max_tokens": 3}
+        body.pop("max_completion_tokens", None)
+        assert (
+            site.request("POST", record["path"], {**body, "stream": False, "stream_options": None}, headers)[0] == 200
+        )
+    views = {view["id"]: view for view in site.request("GET", "/v1/sessions")[2]["data"]}
+    (child,) = (view for view in views.values() if "parent" in view)
+    parent = views[child["parent"]]
+    assert (len(views), parent["turns"], child["turns"], child["state"]) == (2, 2, 1, "ended")
+    assert executor.wrong == []
+
+
+def test_a_subagent_that_has_answered_is_shown_as_ended(replay):
+    engine = replay.site.engine
+    replay.run("claude-code-2.1.332/subagent")
+    child, parent = (replay.turns[f"subagent/00{n}"] for n in (3, 4))
+    for turn in (child, parent):
+        kind = "subagent" if turn is child else "human"
+        engine.sessions[turn.session] = SessionView(
+            id=turn.session, parent=turn.parent, state="paused", pause_kind=kind, pause_age_s=1.0, turns=1
+        )
+    views = {view["id"]: view for view in replay.site.request("GET", "/v1/sessions")[2]["data"]}
+    assert views[child.session]["state"] == "ended"
+    assert not {"pause_kind", "pause_age_s"} & set(views[child.session])
+    assert (views[parent.session]["state"], views[parent.session]["pause_kind"]) == ("paused", "human")
 
 
 def test_a_parent_waits_for_its_subagent_and_a_finished_one_for_nobody(replay):

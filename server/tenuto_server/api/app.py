@@ -21,13 +21,23 @@ from tenuto_server.api import (
 )
 from tenuto_server.api.errors import ApiError, on_api_error, on_crash, on_http_error
 from tenuto_server.api.limits import Limits
+from tenuto_server.api.openapi import describe
 from tenuto_server.api.service import ClientGone, Service
 
 WEBSOCKETS: Literal["websockets-sansio", "none"] = "websockets-sansio" if find_spec("websockets") else "none"
 """The server's WebSocket protocol; without one, handshakes are ordinary requests and get 426."""
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/kv_hints", "/v1/sessions", "/tokenize")
-_OTHER_ROUTES = ("/v1/messages/count_tokens", "/v1/messages", "/v1/responses", "/detokenize", "/health", "/metrics")
+_OTHER_ROUTES = (
+    "/open_session",
+    "/close_session",
+    "/v1/messages/count_tokens",
+    "/v1/messages",
+    "/v1/responses",
+    "/detokenize",
+    "/health",
+    "/metrics",
+)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -44,7 +54,9 @@ def create_app(service: Service) -> FastAPI:
         health,
     ):
         app.include_router(part.router)
-    app.add_api_route("/", root, methods=["GET", "HEAD"])
+    app.add_api_route("/", root, methods=["GET"])
+    app.add_api_route("/", root, methods=["HEAD"], include_in_schema=False)
+    describe(app)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGone, on_client_gone)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +26,24 @@ from tenuto.headers import (
 )
 from tenuto.wire import Envelope, EnvelopeAction, Receipt, describe_error
 from tenuto_server.api.errors import ApiError, bad_request
+from tenuto_server.api.retain import closes, inner
 from tenuto_server.api.schema import GenerationRequest
+
+_PRIORITY_MAX = 10**9
+_SGLANG_FIELDS = ("session_params", "rid", "extra_key")
+"""Fields by which a body is known to be meant for SGLang, whose priorities count upwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Riders:
-    """What came along. ``receipts``: for hints that were dropped here, before the engine saw them."""
+    """What came along. ``receipts``: for hints that were dropped here, before the engine saw them. ``priority``: higher is
+    more important, whatever the client's own scale."""
 
     identity: Identity
     salt: str = ""
     hints: Envelope | None = None
     receipts: tuple[Receipt, ...] = ()
+    priority: float = 0.0
 
 
 def read_riders(headers: Mapping[str, str], request: GenerationRequest, raw: Mapping[str, Any] | None = None) -> Riders:
@@ -48,22 +56,53 @@ def read_riders(headers: Mapping[str, str], request: GenerationRequest, raw: Map
             identity = read_identity(_as_headers(told))
     except HeaderError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0], code="invalid_header") from None
+    body = raw or {}
     if identity.session is None:
-        identity = Identity(_session_of_body(request), None, identity.final)
+        identity = Identity(_session_of_body(request, body), None, identity.final)
+    if closes(body):
+        identity = Identity(identity.session, identity.parent, True)
     # A salt in the body adds to one in the header: each can only narrow the sharing.
     salt = "\n".join(part for part in (headers.get(SALT_HEADER, ""), request.cache_salt or "") if part)
-    hints, receipts = _read_hints(headers, request.kv_hints)
-    return Riders(identity, salt, hints, receipts)
+    transfer = inner(body, "kv_transfer_params")
+    hints, receipts = _read_hints(headers, request.kv_hints, transfer.get("kv_hints"))
+    return Riders(identity, salt, hints, receipts, read_priority(headers, body))
 
 
 def _as_headers(told: Mapping[str, Any]) -> dict[str, str]:
     return {key.replace("_", "-"): value for key, value in told.items() if isinstance(value, str)}
 
 
-def _session_of_body(request: GenerationRequest) -> str | None:
+def read_priority(headers: Mapping[str, str], raw: Mapping[str, Any]) -> float:
+    """A request's priority on our scale, where higher is more important. ``X-Vllm-Priority`` goes before the body, and in
+    both vLLM's scale is the other way round; SGLang's ``priority`` (known by its own fields beside it) and Dynamo's
+    ``nvext.agent_hints.priority`` are like ours. What is no number counts as none."""
+    header = headers.get("x-vllm-priority", "").strip()
+    if re.fullmatch(r"-?\d{1,9}", header):
+        return -float(header)
+    hinted = _number(inner(raw, "nvext", "agent_hints").get("priority"))
+    if hinted is not None:
+        return hinted
+    value = _number(raw.get("priority")) or 0.0
+    return value if any(field in raw for field in _SGLANG_FIELDS) else -value
+
+
+def _number(value: Any) -> float | None:
+    if type(value) not in (int, float) or value != value:
+        return None
+    return float(
+        max(-_PRIORITY_MAX, min(_PRIORITY_MAX, value))
+    )  # in this order: an integer may be too large for a float
+
+
+def _session_of_body(request: GenerationRequest, raw: Mapping[str, Any]) -> str | None:
     user = (request.metadata or {}).get("user_id")
-    for value in (request.session_id, request.prompt_cache_key, _session_of_user(user)):
-        if value and value.strip():
+    elsewhere = (
+        inner(raw, "session_params").get("id"),
+        inner(raw, "nvext", "session_control").get("session_id"),
+        inner(raw, "vllm_xargs").get("session_id"),
+    )
+    for value in (request.session_id, *elsewhere, request.prompt_cache_key, _session_of_user(user)):
+        if isinstance(value, str) and value.strip():
             name = value.strip()
             if len(name) <= ID_CHARS_MAX:
                 return name
@@ -87,10 +126,12 @@ def _session_of_user(value: Any) -> str | None:
     return session if found and session else value
 
 
-def _read_hints(headers: Mapping[str, str], body: Any) -> tuple[Envelope | None, tuple[Receipt, ...]]:
+def _read_hints(headers: Mapping[str, str], *bodies: Any) -> tuple[Envelope | None, tuple[Receipt, ...]]:
     actions: list[EnvelopeAction] = []
     receipts: list[Receipt] = []
-    if body is not None:
+    for body in bodies:
+        if body is None:
+            continue
         found, refused = read_envelope(body)
         actions += found.actions if found else ()
         receipts += refused
@@ -127,5 +168,8 @@ def envelope_or_400(value: Any) -> tuple[Envelope, list[Receipt]]:
     """``read_envelope`` for a request that is nothing but an envelope: 400 if it is none."""
     envelope, receipts = read_envelope(value)
     if envelope is None:
-        raise bad_request(receipts[0].reason, "actions", "invalid_envelope")
+        reason = receipts[0].reason.removeprefix("kv_hints.")
+        if reason.startswith("kv_hints:"):
+            reason = "actions: expected an array"  # the whole body is the envelope here
+        raise bad_request(reason, reason.partition(":")[0], "invalid_envelope")
     return envelope, receipts

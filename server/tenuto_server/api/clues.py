@@ -25,6 +25,7 @@ ASKS = frozenset(
 
 _SUMMARY_REQUESTS = ("CRITICAL: Respond with TEXT ONLY", "CONTEXT CHECKPOINT COMPACTION")
 _SUMMARY_BEGINNINGS = ("This session is being continued", "Another language model started")
+_ALWAYS_TOOLS = ("opencode/",)
 _TURN_METADATA = "x-codex-turn-metadata"
 _WINDOW = "x-codex-window-id"
 
@@ -32,12 +33,14 @@ _WINDOW = "x-codex-window-id"
 @dataclass(frozen=True, slots=True)
 class Clues:
     """``window``: the number of the context window, which grows with each compaction. ``continues_summary``: the
-    conversation begins with a summary of an older one. ``agent``: the name or type of the subagent that speaks."""
+    conversation begins with a summary of an older one. ``agent``: the name or type of the subagent that speaks. ``alone``: a
+    client whose turns all have tools asks something without any and without a history: for a title, before the first turn."""
 
     kind: Kind = "turn"
     window: int | None = None
     continues_summary: bool = False
     agent: str | None = None
+    alone: bool = False
 
 
 def read_clues(headers: Mapping[str, str], raw: Mapping[str, Any], talk: Conversation, prewarm: bool) -> Clues:
@@ -59,6 +62,9 @@ def read_clues(headers: Mapping[str, str], raw: Mapping[str, Any], talk: Convers
         _window(told.get(_WINDOW)),
         any(text.lstrip().startswith(_SUMMARY_BEGINNINGS) for text in users),
         _agent(headers, metadata),
+        headers.get("user-agent", "").startswith(_ALWAYS_TOOLS)
+        and not talk.tools
+        and all(message["role"] != "assistant" for message in talk.messages),
     )
 
 

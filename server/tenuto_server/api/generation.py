@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from starlette.types import Receive
 
-from tenuto.wire import CacheReport, Envelope, KvRetain, Tier
+from tenuto.wire import CacheReport, Envelope, KvRelease, KvRetain, Tier
 from tenuto_server.api.answer import Answer
 from tenuto_server.api.errors import ApiError, bad_request, busy
 from tenuto_server.api.job import Job
@@ -261,9 +261,13 @@ class Generation:
     async def _retain(self) -> None:
         """Asks the engine for the life that the client wants its prefix to have in the pause that begins now."""
         job, turn = self._job, self._job.turn
-        if job.retain_s is None or self.session is None or turn.side or turn.warm:
+        if (job.retain_s is None and not job.release) or self.session is None or turn.side or turn.warm:
             return
-        asked = Envelope.of([KvRetain(session=self.session, duration_s=job.retain_s)])
+        released = job.release or job.retain_s is None
+        action = (
+            KvRelease(session=self.session) if released else KvRetain(session=self.session, duration_s=job.retain_s)
+        )
+        asked = Envelope.of([action])
         output = await self._service.ask(HintBatch(turn.request_id, turn.tenant, asked))
         assert isinstance(output, HintsDone)
         lease = output.receipts[0].lease

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tenuto.headers import ID_CHARS_MAX
-from tenuto.wire import AgentEnd, Envelope, Receipt, Receipts, SessionView
+from tenuto.wire import AgentEnd, AgentSession, Envelope, Receipt, Receipts, SessionView
 from tenuto_server.api.carriers import envelope_or_400
-from tenuto_server.api.errors import ApiError, busy, encode_json
+from tenuto_server.api.errors import ApiError, bad_request, busy, encode_json
 from tenuto_server.api.limits import HINT_BODY_BYTES_MAX, read_json
 from tenuto_server.api.service import Service, service_of
 from tenuto_server.api.warm import warm_compacted
@@ -44,6 +44,36 @@ async def send_hints(service: Service, tenant: str, envelope: Envelope) -> tuple
     if over and len(over) == len(output.receipts):
         raise busy(f"kv_hints: {over[0].reason.removeprefix(LIMIT_REASON).strip()}", "hint_limit")
     return output.receipts
+
+
+@router.post("/open_session")
+async def open_session(request: Request) -> Response:
+    """A session by SGLang's name for it; answers its id, a new one where none is given."""
+    service = service_of(request)
+    tenant = service.keys.tenant(request.headers)
+    name = await _named(request, required=False) or f"session-{secrets.token_hex(12)}"
+    await send_hints(service, tenant, Envelope.of([AgentSession(session=name)]))
+    return Response(encode_json(name), media_type="application/json")
+
+
+@router.post("/close_session")
+async def close_session(request: Request) -> Response:
+    """The end of a session by SGLang's name for it; one that is not known is closed already."""
+    service = service_of(request)
+    tenant = service.keys.tenant(request.headers)
+    name = await _named(request, required=True)
+    await send_hints(service, tenant, Envelope.of([AgentEnd(session=name)]))
+    return Response(encode_json(None), media_type="application/json")
+
+
+async def _named(request: Request, required: bool) -> str:
+    name = (await read_json(request, HINT_BODY_BYTES_MAX)).get("session_id")
+    if name is None and not required:
+        return ""
+    if not isinstance(name, str) or not 1 <= len(name) <= ID_CHARS_MAX:
+        message = f"session_id: expected a string of 1 to {ID_CHARS_MAX} characters"
+        raise bad_request(message, "session_id")
+    return name
 
 
 @router.get("/v1/sessions")
@@ -82,7 +112,15 @@ async def query(service: Service, tenant: str, name: str | None) -> tuple[Sessio
     """The engine's views of a tenant's sessions, or of one."""
     output = await service.ask(QuerySessions(secrets.token_hex(8), tenant, name))
     assert isinstance(output, SessionsOut)
-    return output.views
+    return tuple(_shown(service, tenant, view) for view in output.views)
+
+
+def _shown(service: Service, tenant: str, view: SessionView) -> SessionView:
+    """A subagent that has answered is in no pause that anybody waits out. Its KV is still what the view says."""
+    if view.state != "paused" or not service.traffic.finished(tenant, view.id):
+        return view
+    ended = {"state": "ended", "pause_kind": None, "pause_age_s": None, "forecast": None}
+    return view.model_copy(update=ended)
 
 
 async def find(service: Service, tenant: str, name: str) -> SessionView:

@@ -25,7 +25,8 @@ from tenuto_server.engine.events import SubmitTurn
 class Job:
     """A turn and what its answer needs. ``arrived``: when its request did (monotonic seconds). ``notes``: what the
     ``tenuto`` object says beside the cache report. ``parser`` reads the answer's text; None: it is plain text.
-    ``constraint``: the grammar that the answer must follow."""
+    ``constraint``: the grammar that the answer must follow. ``retain_s``, ``release``: what the client wants for its prefix in
+    the pause after the answer."""
 
     turn: SubmitTurn
     prompt: Prompt
@@ -37,6 +38,7 @@ class Job:
     notes: Mapping[str, Any] = field(default_factory=dict)
     arrival: Arrival | None = None
     retain_s: float | None = None
+    release: bool = False
     constraint: Constraint | None = None
 
 
@@ -73,6 +75,7 @@ def make_job(
         last_role=prompt.last_role,
         hints=riders.hints,
         final=riders.identity.final,
+        priority=riders.priority,
         warm=asked == 0,
     )
     notes: dict[str, Any] = {}

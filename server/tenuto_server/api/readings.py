@@ -11,7 +11,7 @@ import marshal
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tenuto_server.api.conversation import TEXT_PARTS, Mark, Writer
@@ -39,7 +39,7 @@ class Reader(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Stop:
     """Behind one item. ``mark``: where the writer stood, None while something was open. ``text_only``: see below.
-    ``asked_s``, ``marked_s``: the longest lives that cache marks up to here ask for. ``size``: bytes, about."""
+    ``asked_s``, ``marked_s``: the longest lives that its cache marks ask for. ``size``: bytes up to here, about."""
 
     mark: Mark | None
     text_only: bool
@@ -84,7 +84,10 @@ class Readings:
         key = (writer.links[-1] if writer.links else b"") + reader.basis
         before, count = self._longest(key, first, raw, writer) if stops and stops[-1].mark is not None else (None, 0)
         if before is not None and (mark := before.stops[count - 1].mark) is not None:
-            removed, stops = writer.removed, before.stops[:count]
+            removed = writer.removed
+            # What was read from the beginning is equal, its marks need not be.
+            beginning = [_remarked(old, new) for old, new in zip(before.stops, stops, strict=False)]
+            stops = [*beginning, *before.stops[first:count]]
             writer = before.writer.resumed(mark)
             writer.removed = list(dict.fromkeys((*removed, *writer.removed)))
             reader.restart(writer)
@@ -132,7 +135,7 @@ class Readings:
 
 def facts(reading: Reading, scope: str) -> dict[str, Any]:
     """The fields of a ``Conversation`` that a reading fills."""
-    writer, last = reading.writer, reading.stops[-1] if reading.stops else None
+    writer = reading.writer
     return {
         "messages": tuple(writer.messages),
         "places": tuple(writer.places),
@@ -140,8 +143,8 @@ def facts(reading: Reading, scope: str) -> dict[str, Any]:
         "digests": tuple(writer.digests),
         "links": tuple(writer.links),
         "scope": scope,
-        "asked_s": last.asked_s if last is not None else None,
-        "marked_s": last.marked_s if last is not None else None,
+        "asked_s": longest(*(stop.asked_s for stop in reading.stops)),
+        "marked_s": longest(*(stop.marked_s for stop in reading.stops)),
     }
 
 
@@ -155,11 +158,15 @@ def _read_one(reader: Reader, item: Any, stops: list[_Stop]) -> None:
     stop = _Stop(
         reader.writer.mark() if closed else None,
         _text_only(item),
-        longest(last.asked_s, asked),
-        longest(last.marked_s, marked),
+        asked,
+        marked,
         last.size + 2 * chars + _ITEM_BYTES,
     )
     stops.append(stop)
+
+
+def _remarked(old: _Stop, new: _Stop) -> _Stop:
+    return replace(old, asked_s=new.asked_s, marked_s=new.marked_s)
 
 
 def _shared(old: Reading, raw: Sequence[Any]) -> int:

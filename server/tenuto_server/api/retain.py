@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MARKS_MAX = 100_000
 _DEFAULT_S = 300.0
+_FOR_EVER_S = 31 * 86400.0  # what a hint can say
 
 
 def seconds_of(value: Any) -> float | None:
@@ -75,7 +76,41 @@ def retain_s(raw: Mapping[str, Any], talk: Conversation) -> float | None:
         lives.append(seconds_of(options.get("ttl")))
     for field in ("prompt_cache_retention", "keep_alive", "ttl"):
         lives.append(seconds_of(raw.get(field)))
-    return longest(*lives)
+    lives.append(seconds_of(inner(raw, "nvext", "cache_control").get("ttl")))
+    session = inner(raw, "nvext", "session_control")
+    if session.get("action") == "open":
+        lives.append(seconds_of(session.get("timeout", _DEFAULT_S)))
+    if _span(raw.get("keep_alive")) < 0:
+        lives.append(_FOR_EVER_S)  # as long as the server grants
+    asked = longest(*lives)
+    return None if asked is None else min(asked, _FOR_EVER_S)
+
+
+def releases(raw: Mapping[str, Any]) -> bool:
+    """Whether nothing need be kept after the answer: ``keep_alive`` 0."""
+    return _span(raw.get("keep_alive")) == 0
+
+
+def closes(raw: Mapping[str, Any]) -> bool:
+    """Whether the session is over with this answer: ``nvext.session_control`` with the action ``close``."""
+    return inner(raw, "nvext", "session_control").get("action") == "close"
+
+
+def inner(raw: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """The object at a path of fields; an empty one where there is none."""
+    node: Any = raw
+    for field in path:
+        node = node.get(field) if isinstance(node, dict) else None
+    return node if isinstance(node, dict) else {}
+
+
+def _span(value: Any) -> float:
+    """The sign of a ``keep_alive``: 0 for none at all, negative for ever, positive for anything else."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(-?)(\d{1,9})(?:ms|s|m|h)?", value.strip())):
+        return -1.0 if match[1] else float(match[2])
+    if type(value) not in (int, float):
+        return 1.0
+    return 0.0 if value == 0 else -1.0 if value < 0 else 1.0
 
 
 def wants_prewarm(raw: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from tenuto_server.api.conversation import Conversation
 from tenuto_server.api.job import Job, make_job
 from tenuto_server.api.outline import Outline
 from tenuto_server.api.prompt import Prompt
-from tenuto_server.api.retain import retain_s
+from tenuto_server.api.retain import releases, retain_s
 from tenuto_server.api.schema import GenerationRequest
 from tenuto_server.api.service import Service
 
@@ -52,4 +52,4 @@ def prepare(
     )
     if turn.warm:
         turn = replace(turn, sampling=replace(turn.sampling, max_tokens=0))
-    return replace(job, turn=turn, arrival=arrival, retain_s=retain_s(raw, talk))
+    return replace(job, turn=turn, arrival=arrival, retain_s=retain_s(raw, talk), release=releases(raw))

@@ -84,7 +84,8 @@ class Traffic:
         """A request has come; it is not submitted yet."""
         arrival = Arrival(clues.kind, identity, outline, clues)
         record = self._records.get((tenant, identity.session)) if identity.session is not None else None
-        if record is not None and clues.kind == "turn" and _is_side_call(record.outline, outline):
+        alone = record is None and identity.session is not None and clues.alone
+        if clues.kind == "turn" and (alone or (record is not None and _is_side_call(record.outline, outline))):
             arrival.kind = "side"
             self._note(arrival, "side_call")
         elif record is None and identity.parent is None:
@@ -127,6 +128,13 @@ class Traffic:
         self._records[key] = record
         while len(self._records) > self._sessions_max:
             self._records.popitem(last=False)
+
+    def finished(self, tenant: str, session: str) -> bool:
+        """Whether this is a subagent that has given its answer: nobody is expected to come back to it."""
+        record = self._records.get((tenant, session))
+        if record is None or record.parent is None or record.running or not record.over:
+            return False
+        return not self._child_at_work(tenant, record)
 
     def account(self, arrival: Arrival, prompt_tokens: int, cached_tokens: int) -> None:
         """Adds an answered request to the figures of its kind; a subagent's turns are a kind of their own."""
