@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -59,7 +58,7 @@ def test_a_ttl_protects_until_it_expires(system: SystemView) -> None:
     protected, expired = extent(1.0, rate=found.rate), extent(1e6)
     assert ttl.priority(protected, "device", system) > ttl.priority(expired, "device", system)
     assert ttl.priority(protected, "device", system) < ttl.priority(
-        replace(protected, last_used_s=2.0), "device", system
+        protected._replace(last_used_s=2.0), "device", system
     )
     gone = ttl.retention(PauseView("t", "human", None, 300.0), STATS, system)
     assert (gone.rate, gone.valid_s) == (0.0, inf)

@@ -325,8 +325,8 @@ def test_stretching_time_shrinks_the_rate(p50: float, ratio: float, share: float
         pause = paused(elapsed_s=share * p50 * scale, forecast=Forecast(p50_s=p50 * scale, p90_s=p50 * ratio * scale))
         known = Known({"tool": tuple(q * scale for q in EXPONENTIAL)})
         rates.append(TENUTO.retention(pause, known, SYSTEM).rate * scale)
-    # Up to the rounding of the median to an eighth of the spread.
-    assert rates[0] == pytest.approx(rates[1], rel=0.5)
+    # Up to the rounding of median and spread, which counts most where the index falls steeply, past the forecast.
+    assert 0.5 * rates[1] < rates[0] < 2.0 * rates[1]
 
 
 def test_a_false_end_is_weighed_and_a_true_one_frees_at_once() -> None:

@@ -448,7 +448,8 @@ def mixture(components: tuple[Component, ...], end_mass: float | None = None) ->
         else:
             sofar += (alive - gone) * width - in_cell * (end - width / ratio)
         area.append(sofar)
-        scales.append(ratio * start)
+        # Edges a rounding apart have one logarithm.
+        scales.append(ratio * start if ratio > 0.0 else width)
         start, gone = end, held
     index, slope, reach = [0.0] * n, [0.0] * n, [n - 1] * n
     later_mass, later_area, later_slope = mass[n - 1], area[n - 1], 0.0
