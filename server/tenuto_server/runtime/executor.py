@@ -83,6 +83,10 @@ class TorchExecutor:
         """Copies first, then the rows, then one token per row that asks for it; complete when it returns."""
         began = time.perf_counter_ns()
         pool = self.store.device_pool
+        if pool.device.type == "cuda":
+            torch.cuda.set_device(
+                pool.device
+            )  # kernels are launched on the thread's current device, not on their tensors'
         if plan.copies:
             pairs = torch.tensor(plan.copies, dtype=torch.int64, device=pool.device)
             copy_blocks(pool, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
