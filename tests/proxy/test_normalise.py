@@ -61,6 +61,16 @@ def test_requests_that_differ_in_that_line_only_become_one() -> None:
     assert len(bodies) == 1
 
 
+def test_a_long_conversation_is_searched_where_the_line_can_be() -> None:
+    talk = [{"role": "user", "content": "x" * 1000}] * 200
+    for form, messages, system in (
+        ("messages", talk, LINE),
+        ("chat", [{"role": "system", "content": LINE}, *talk], ""),
+    ):
+        body = dumps({"messages": messages, "system": system})
+        assert LINE.encode() not in normalised(form, body, PARTS)
+
+
 @given(st.text())
 def test_a_text_that_quotes_the_line_stays(text: str) -> None:
     quoted = json.dumps({"system": [{"type": "text", "text": LINE}]}) + text
@@ -110,7 +120,7 @@ def test_tools_are_put_in_order() -> None:
 )
 def test_what_cannot_be_put_in_order_stays(data: bytes) -> None:
     assert sort_tools(data) == data
-    assert normalised(data, PARTS) == data
+    assert normalised("chat", data, PARTS) == data
 
 
 def test_parts() -> None:

@@ -25,6 +25,7 @@ _BLOCK = re.compile(
 _LINE = re.compile(
     _SYSTEM + rb'(?:\[\s*\{\s*"type"\s*:\s*"text"\s*,\s*"text"\s*:\s*)?")x-anthropic-billing-header:[^"\\]*(?:\\n)*'
 )
+_HEAD_BYTES = 64 * 1024
 # Breakpoints of a provider's cache mean a place in the list.
 _PLACED = ("cache_control", "prompt_cache_breakpoint")
 
@@ -40,16 +41,17 @@ def parts_of(text: str) -> frozenset[str]:
     return named
 
 
-def normalised(body: bytes, parts: frozenset[str]) -> bytes:
-    """The body without what ``parts`` names; the same object where nothing has to change."""
+def normalised(form: str, body: bytes, parts: frozenset[str]) -> bytes:
+    """The body in the dialect ``form`` without what ``parts`` names; the same object where nothing has to change."""
     if "attribution" in parts:
-        body = strip_attribution(body)
+        # In other dialects the system text is the first message, in this one it may follow the messages.
+        body = strip_attribution(body, None if form == "messages" else _HEAD_BYTES)
     return sort_tools(body) if "tools" in parts else body
 
 
-def strip_attribution(body: bytes) -> bytes:
-    """The body without its attribution line; the same object when there is none."""
-    if _MARK not in body:
+def strip_attribution(body: bytes, within: int | None = None) -> bytes:
+    """The body without its attribution line; the same object when there is none, or none in its first bytes."""
+    if body.find(_MARK, 0, within) < 0:
         return body
     cut, found = _BLOCK.subn(rb"\1", body, count=1)
     return cut if found else _LINE.sub(rb"\1", body, count=1)

@@ -27,7 +27,7 @@ CONNECTIONS_MAX = 512
 READ_BODY_BYTES_MAX = 8 << 20
 BODY_BYTES_MAX = 512 << 20
 COPY_BYTES_MAX = 8 << 20
-STUDY_AFTER_S = 0.004
+STUDY_AFTER_S = 0.02
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
@@ -166,8 +166,9 @@ class ProxyServer:
         self.counts["requests"] += 1
         body, complete = await _read_body(front, headers)
         plain = False
-        if complete and dialect(target) is not None:
-            body, plain = self._prepared(headers, body)
+        form = dialect(target)
+        if complete and form is not None:
+            body, plain = self._prepared(form, headers, body)
             if plain:
                 headers = {name: value for name, value in headers.items() if name != "content-encoding"}
         ticket = self.tracker.open(target, headers, body if complete else b"", run)
@@ -194,7 +195,7 @@ class ProxyServer:
         finally:
             front.when_gone(None)
 
-    def _prepared(self, headers: dict[str, str], body: bytes) -> tuple[bytes, bool]:
+    def _prepared(self, form: str, headers: dict[str, str], body: bytes) -> tuple[bytes, bool]:
         """A body as it goes upstream, and whether it was unpacked for that: only Tenuto is known to unpack bodies."""
         parts = self._normalise
         if parts is None:
@@ -203,7 +204,7 @@ class ProxyServer:
         if not parts or (coding and self.upstream.kind == "tenuto"):
             return body, False
         plain = decoded(body, coding)
-        return (body, False) if plain is None else (normalised(plain, parts), bool(coding))
+        return (body, False) if plain is None else (normalised(form, plain, parts), bool(coding))
 
     async def _relay(
         self, front: Front, outgoing: h11.Request, body: bytes, ticket: Ticket | None, *, rest: bool

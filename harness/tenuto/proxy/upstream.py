@@ -24,6 +24,7 @@ IDLE_S = 30.0
 IDLE_MAX = 32
 READ_BYTES = 256 * 1024
 WAITING_BYTES_MAX = 1 << 20
+COPIED_BYTES_MAX = 128 * 1024
 HEAD_BYTES_MAX = 128 * 1024
 
 
@@ -43,8 +44,12 @@ class Link:
 
     async def send(self, *events: h11.Request | h11.Data | h11.EndOfMessage) -> None:
         """Writes events; waits only when the peer does not keep up."""
-        data = b"".join(self.h11.send(event) or b"" for event in events)
-        self._writer.write(data)
+        pieces = [piece for event in events for piece in self.h11.send_with_data_passthrough(event) or ()]
+        if sum(map(len, pieces)) < COPIED_BYTES_MAX:
+            self._writer.write(b"".join(pieces))
+        else:  # a system call more costs less than another copy of all that
+            for piece in pieces:
+                self._writer.write(memoryview(piece))
         await self._writer.drain()
 
     def ready(self) -> h11.Event | None:
