@@ -253,3 +253,12 @@ def test_nothing_is_looked_at_far_from_everything_observed() -> None:
     assert Looked.fits((10.0,) * 64, log(20.0), 0.3)
     assert not Looked.fits((10.0,) * 64, log(1e12), 0.3)
     assert not Looked.fits((10.0,) * 64, log(1e-3), 0.3)
+
+
+def test_edges_that_only_rounding_tells_apart_make_no_infinite_hazard() -> None:
+    near = tuple(100.0 * (i + 1) for i in range(64))
+    apart = tuple(q * (1.0 + 4e-16) for q in near)
+    curve = mixture(((0.5, 0.9, Empirical(near)), (0.5, 0.9, Empirical(apart))))
+    alone = mixture(((1.0, 0.9, Empirical(near)),))
+    for elapsed_s in (0.0, 150.0, 100.0, 3000.0):
+        assert curve.index_at(elapsed_s) == pytest.approx(alone.index_at(elapsed_s), rel=1e-6)

@@ -147,8 +147,18 @@ class Empirical:
         before = _interpolate(times, mass, self.after_s)
         if before >= 1.0:
             return [1.0 - self.after_s / (self.after_s + edge) for edge in edges]
+        out, i, last = [], 1, len(times) - 1
         scale = 1.0 / (1.0 - before)
-        return [(_interpolate(times, mass, edge + self.after_s) - before) * scale for edge in edges]
+        for edge in edges:
+            time = edge + self.after_s
+            while i < last and times[i] < time:
+                i += 1
+            if times[i] <= time:  # its own edges, mostly
+                out.append((mass[i] - before) * scale)
+                continue
+            share = _share_of_cell(times[i - 1], times[i], time)
+            out.append((mass[i - 1] + share * (mass[i] - mass[i - 1]) - before) * scale)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,13 +453,13 @@ def mixture(components: tuple[Component, ...], end_mass: float | None = None) ->
     area, scales = [0.0, sofar], [start]
     for end, ratio, held in zip(edges[2:], map(sub, logs[2:], logs[1:]), mass[2:], strict=False):
         width, in_cell = end - start, held - gone
-        if width <= 1e-6 * end:
+        if width <= 1e-6 * end:  # too narrow to tell the difference of two logarithms from none
             sofar += (alive - gone - 0.5 * in_cell) * width
+            scales.append(width)
         else:
             sofar += (alive - gone) * width - in_cell * (end - width / ratio)
+            scales.append(ratio * start)
         area.append(sofar)
-        # Edges a rounding apart have one logarithm.
-        scales.append(ratio * start if ratio > 0.0 else width)
         start, gone = end, held
     index, slope, reach = [0.0] * n, [0.0] * n, [n - 1] * n
     later_mass, later_area, later_slope = mass[n - 1], area[n - 1], 0.0
