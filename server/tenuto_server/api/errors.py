@@ -28,6 +28,7 @@ TYPES = {
     431: "invalid_request_error",
 }
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _MESSAGES_PATH = "/v1/messages"
 _MESSAGES_TYPES = {
     401: "authentication_error",
@@ -81,7 +82,7 @@ class ApiError(Exception):
 
 def encode_json(value: Any) -> bytes:
     """Compact UTF-8 JSON. A lone surrogate, which a client's escape can smuggle into a message, becomes ``?``."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

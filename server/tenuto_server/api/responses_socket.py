@@ -86,8 +86,8 @@ class _Line:
     async def _send(self, event: dict[str, Any]) -> None:
         if self._gone.is_set():
             raise ClientGone
-        async with asyncio.timeout(self._service.patience.stall_s):
-            await self._websocket.send_text(encode_json(event).decode())
+        sending = self._websocket.send_text(encode_json(event).decode())
+        await self._service.alarm.within(self._service.patience.stall_s, sending)
 
     async def _answer(self, frame: str | bytes) -> None:
         service, tenant = self._service, self._tenant

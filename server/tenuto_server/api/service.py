@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
+from tenuto_server.api.alarm import Alarm
 from tenuto_server.api.auth import KeyRing
 from tenuto_server.api.constrain import Constraint, Grammars, compiled
 from tenuto_server.api.errors import ApiError, busy
@@ -48,7 +49,7 @@ class Mailbox:
         self._pump = pump
         self._outputs: list[Output] = []
         self._gone = False
-        self._bell = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def deliver(self, output: Output) -> None:
         """Hands an output over; returns at once."""
@@ -57,20 +58,29 @@ class Mailbox:
     def put(self, output: Output) -> None:
         """An output arrived on the event loop."""
         self._outputs.append(output)
-        self._bell.set()
+        self._wake()
 
     def hang_up(self) -> None:
         """The client went away: the next ``take`` raises ``ClientGone``."""
         self._gone = True
-        self._bell.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self, timeout_s: float | None = None) -> list[Output]:
         """All outputs since the last call, at least one; empty when ``timeout_s`` passed. What a slow reader does not
         take waits here merged into one list, bounded by the turn's ``max_tokens``."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._bell.wait()
-        self._bell.clear()
+        if not (self._outputs or self._gone):
+            self._waiter = self._pump.loop.create_future()
+            if timeout_s is not None:
+                self._pump.alarm.set(self, timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                self._pump.alarm.lift(self)
         if self._gone:
             raise ClientGone
         outputs, self._outputs = self._outputs, []
@@ -81,7 +91,7 @@ class Pump:
     """Carries outputs from the engine thread to one event loop, waking it once per step rather than once per output."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+        self.loop, self.alarm = loop, Alarm(loop)
         self._items: deque[tuple[Mailbox, Output]] = deque()
         self._armed = False
 
@@ -178,10 +188,18 @@ class Service:
 
     def mailbox(self) -> Mailbox:
         """A mailbox on the running event loop."""
+        return Mailbox(self._running_pump())
+
+    @property
+    def alarm(self) -> Alarm:
+        """The running event loop's."""
+        return self._running_pump().alarm
+
+    def _running_pump(self) -> Pump:
         running = asyncio.get_running_loop()
         if self._pump is None or self._pump.loop is not running:
             self._pump = Pump(running)
-        return Mailbox(self._pump)
+        return self._pump
 
     async def off_loop(self, function: Callable[..., Result], *args: Any) -> Result:
         """Runs rendering and tokenizing beside the event loop, two at a time: both release no time to streams."""

@@ -7,7 +7,6 @@ reader that takes nothing for ``stall_s`` is cut off.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable
@@ -122,8 +121,7 @@ class StreamedAnswer(Response):
         await self._guard(send({"type": "http.response.body", "body": body, "more_body": more}))
 
     async def _guard(self, sending: Awaitable[None]) -> None:
-        async with asyncio.timeout(self._service.patience.stall_s):
-            await sending
+        await self._service.alarm.within(self._service.patience.stall_s, sending)
 
 
 def event(value: dict[str, Any], named: bool = False) -> bytes:

@@ -1,7 +1,7 @@
 """``tenuto bench speculate``: decoding with guesses beside decoding without, on the same prompts.
 
 Two kinds of greedy answers: ``edit`` begins to repeat a file of this project's sources that the prompt shows, as an agent that
-rewrites a file does; ``prose`` goes on from a stretch of the sources, where guesses are right by accident only. Servers with
+rewrites a file does; ``prose`` goes on from a stretch of the sources, where only what repeats itself can be guessed. Servers with
 the same flags but for guessing run side by side, and are asked one after the other in an order that turns round; a ratio
 above 1 means that guessing is faster. Acceptance is what the servers report for the sessions. Answers are compared: guessing
 must change none (in bf16 a forward of several tokens may round otherwise than one of a single token; such differences are counted).
