@@ -83,6 +83,18 @@ def test_losing_on_the_device_what_the_host_gives_back_at_once_costs_no_trust() 
     assert guard.trust == 0.0  # it would have this one on the device
 
 
+def test_the_shadow_gives_each_tenant_its_share() -> None:
+    guard = Safeguard(100)
+    for session in (1, 2):
+        guard.turn(session, 25, 0, [0], owner=7)
+    for session in range(10, 20):  # 300 tokens of another tenant: it replaces its own
+        guard.turn(session, 30, 0, [0], owner=8)
+    guard.turn(1, 25, 25, [25], owner=7)
+    assert guard.lead == 0.0
+    guard.turn(10, 30, 30, [0], owner=8)
+    assert guard.lead == 0.0
+
+
 def test_many_sessions_are_sampled() -> None:
     guard = Safeguard(10 * SESSIONS_MAX)
     for session in range(8 * SESSIONS_MAX):

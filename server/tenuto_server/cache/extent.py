@@ -33,7 +33,7 @@ class Extent:
     ``slots[tier]``: int32 [blocks] or None. ``pins``: references of running sequences at or below here. ``moves``: copies
     in flight. ``users``: sessions whose last context ends at or below here; ``rate``: sum of their return rates in
     1/RATE_PARTS per second.
-    ``lost``: why the last copy went, for a tombstone. Chained hashes are worked out when first asked for: what never leaves
+    ``owner``: number of the tenant under whose root it hangs. ``lost``: why the last copy went, for a tombstone. Chained hashes are worked out when first asked for: what never leaves
     the device needs none.
     """
 
@@ -46,6 +46,7 @@ class Extent:
         "lost",
         "moves",
         "order",
+        "owner",
         "parent",
         "pins",
         "rate",
@@ -77,6 +78,7 @@ class Extent:
         self.blocks = blocks
         self.fill = fill
         self.order = order
+        self.owner: int = parent.owner if parent is not None else 0
         self.slots: list[Slots | None] = [None, None, None]
         self.children: dict[bytes, Extent] = {}
         self.tails: list[Extent] = []

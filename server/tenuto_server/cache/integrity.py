@@ -38,6 +38,17 @@ def _check_slots(cache: CacheManager, nodes: list[Extent]) -> None:
         everything = np.concatenate(parts)
         _demand(len(everything) == pool.capacity, f"{name}: {len(everything)} slots accounted of {pool.capacity}")
         _demand(len(np.unique(everything)) == pool.capacity, f"{name}: a slot is in two places")
+        held: dict[int, int] = {}
+        for node in nodes:
+            if node.slots[tier] is not None:
+                held[node.owner] = held.get(node.owner, 0) + node.blocks
+        for move in cache.tiers.moves.values():
+            if move.dst == tier:
+                held[move.pieces[0].owner] = held.get(move.pieces[0].owner, 0) + move.blocks
+        for table in cache.tables if tier == DEVICE else ():
+            if table.owned:
+                held[table.root.owner] = held.get(table.root.owner, 0) + table.owned
+        _demand(held == cache.tiers.shares.used[tier], f"{name}: what each tenant holds is miscounted")
     private = sum(table.owned for table in cache.tables)
     _demand(all(table.owned == table.private.sum() for table in cache.tables), "a table miscounts what it owns")
     _demand(private == cache.private_blocks, f"private blocks: counted {cache.private_blocks}, held {private}")
@@ -50,6 +61,7 @@ def _check_tree(cache: CacheManager, nodes: list[Extent], deep: bool) -> None:
     for node in nodes:
         parent = node.parent
         assert parent is not None
+        _demand(node.owner == parent.owner, "an extent belongs to another tenant than its parent")
         _demand(node.start == parent.end, "an extent does not begin where its parent ends")
         known = node.known_hashes
         _demand(known is None or len(known) == node.blocks * HASH_BYTES, "hashes and blocks differ in number")

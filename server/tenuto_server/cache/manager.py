@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Extent
-from tenuto_server.cache.identity import HASH_BYTES, chain
+from tenuto_server.cache.identity import HASH_BYTES
 from tenuto_server.cache.moves import Move
+from tenuto_server.cache.recovered import adopt_recovered
 from tenuto_server.cache.residency import Below, Label, Priority, Residency
 from tenuto_server.cache.table import BlockTable
 from tenuto_server.cache.tree import Match, PrefixTree, common_tokens, path_to
@@ -62,11 +62,13 @@ class CacheManager:
 
     # ---- a turn begins -------------------------------------------------------------------------------------------
 
-    def acquire(self, root_hash: bytes, tokens: NDArray[np.int32], capacity_tokens: int) -> tuple[BlockTable, Found]:
+    def acquire(
+        self, root_hash: bytes, tokens: NDArray[np.int32], capacity_tokens: int, owner: int = 0
+    ) -> tuple[BlockTable, Found]:
         """Pins the longest known prefix of a prompt (its last token is always left to compute) and opens a block table
-        with room for ``capacity_tokens``."""
+        with room for ``capacity_tokens``. ``owner``: number of the tenant."""
         size = self.block_tokens
-        root = self.tree.root(root_hash)
+        root = self.tree.root(root_hash, owner)
         usable = tokens[: len(tokens) - 1]
         if self.tiers.recovered:
             self._adopt_recovered(root, usable)
@@ -135,31 +137,10 @@ class CacheManager:
         return Found(cached, lost, table.path_blocks * size + table.cow_tokens)
 
     def _adopt_recovered(self, root: Extent, tokens: NDArray[np.int32]) -> None:
-        """Hangs the blocks of a prompt that a restart found on disk into the tree. Those missing before and between them
-        become known as lost: what comes after is worth having without them."""
-        size, recovered = self.block_tokens, self.tiers.recovered
         if self._searched is not None and self._searched[0] is root and np.array_equal(self._searched[1], tokens):
             return  # a turn that waits for admission asks again and again
         self._searched = root, tokens.copy()
-        match = self.tree.match(root, tokens)
-        node, at = root, match.blocks
-        if match.path:
-            node = self.tree.cut(match.path[-1], match.last_blocks)
-            self.tiers.touch(match.path[-1])
-        hashes = chain(node.last_hash, tokens[at * size : len(tokens) // size * size], size)
-        found = [recovered.pop(hashes[i : i + HASH_BYTES], -1) for i in range(0, len(hashes), HASH_BYTES)]
-        while found and found[-1] < 0:
-            found.pop()
-        for there, run in groupby(found, key=lambda slot: slot >= 0):
-            slots = list(run)
-            node = self.tree.add(node, tokens[at * size : (at + len(slots)) * size])
-            at += len(slots)
-            if there:
-                node.slots[DISK] = np.array(slots, np.int32)
-                self.tiers.touch(node)
-            else:
-                node.lost = "capacity"
-                self.tree.bury(node)
+        adopt_recovered(self.tree, self.tiers, root, tokens)
 
     # ---- while it runs -------------------------------------------------------------------------------------------
 
@@ -195,7 +176,10 @@ class CacheManager:
             count = len(missing)
         if count <= 0:
             return True
+        # Charged before room is made: whoever needs more than a share makes it among what is its own.
+        self.tiers.shares.add(DEVICE, table.root.owner, count)
         if not self.tiers.make_room(DEVICE, count, now_ns, drop=drop):
+            self.tiers.shares.add(DEVICE, table.root.owner, -count)
             return False
         table.blocks[missing] = self.tiers.pools[DEVICE].take(count)
         table.private[missing] = True
@@ -308,6 +292,7 @@ class CacheManager:
             return
         if give_back:
             self.tiers.pools[DEVICE].give(table.blocks[first:end][mine])
+            self.tiers.shares.add(DEVICE, table.root.owner, -count)
         mine[:] = False
         table.owned -= count
         self.private_blocks -= count
@@ -473,8 +458,6 @@ class CacheManager:
 
     def next_overdue_ns(self, now_ns: int) -> int | None:
         """When the next copy in flight stops being waited for."""
-        if not self.tiers.moves:
-            return None
         times = [move.begun_ns + self.tiers.patience_ns for move in self.tiers.moves.values()]
         return min((time for time in times if time > now_ns), default=None)
 

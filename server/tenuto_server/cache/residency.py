@@ -16,6 +16,7 @@ from tenuto_server.cache.clearing import Clearing
 from tenuto_server.cache.extent import DEVICE, DISK, TIERS, Extent, LostLabel
 from tenuto_server.cache.moves import Move, Purpose
 from tenuto_server.cache.pool import SlotPool
+from tenuto_server.cache.shares import Shares
 from tenuto_server.cache.tree import PrefixTree
 
 Priority = Callable[[Extent, int, int | None], float]
@@ -47,6 +48,7 @@ class Residency:
         label: Label,
     ) -> None:
         self.pools = tuple(SlotPool(capacity) for capacity in capacities)
+        self.shares = Shares(capacities, self._touch_owner)
         self.moves: dict[int, Move] = {}
         self.recovered: dict[bytes, int] = {}
         self.dropped_disk: list[int] = []
@@ -86,6 +88,12 @@ class Residency:
             stale[node] = None
             node, parent = parent, parent.parent
         self.file_many()
+
+    def _touch_owner(self, owner: int) -> None:
+        """The order of everything of an owner has changed: it has more than its share of a tier, or no longer."""
+        for extent in list(self._tree.of_owner(owner)):
+            extent.stamp += 1
+            self.stale[extent] = None
 
     def file_many(self) -> None:
         """Files what has been touched once it is too much to keep."""
@@ -242,6 +250,7 @@ class Residency:
         assert not any(move.src == tier for move in extent.moves)
         lost = self._label(extent, tier)
         extent.slots[tier] = None
+        self.shares.add(tier, extent.owner, -extent.blocks)
         self._release(tier, slots)
         self.evicted_blocks[TIERS[tier]] += extent.blocks
         if not extent.resident and not extent.moves:
@@ -286,10 +295,12 @@ class Residency:
             rank = (self._priority(extent, dst, src if drop_source else None), used_s)
         # The source must survive making room: a move protects it only once it is filed.
         extent.pins += 1
+        self.shares.add(dst, extent.owner, extent.blocks)
         self.make_room(dst, min(extent.blocks, self.pools[dst].capacity), now_ns, ceiling=rank)
         extent.pins -= 1
         fits = self.pools[dst].free
         if fits < extent.blocks:
+            self.shares.add(dst, extent.owner, (fits if down else 0) - extent.blocks)
             if not (down and fits):
                 self.touch(extent)
                 return None
@@ -345,6 +356,7 @@ class Residency:
                     self.drop(piece, move.src)
             else:
                 self._release(move.dst, slots)
+                self.shares.add(move.dst, piece.owner, -piece.blocks)
                 piece.refused |= 1 << move.dst
                 # What the device computed is never in doubt; another reader of the same bytes finds out by itself.
                 doubted = is_bad and move.src != DEVICE and not any(m.src == move.src for m in piece.moves)
@@ -367,7 +379,7 @@ class Residency:
                 offset += piece.blocks
 
     def adopt_device(self, extent: Extent, slots: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        """Gives an extent freshly computed device blocks."""
+        """Gives an extent freshly computed device blocks, which have been charged to its owner."""
         assert extent.slots[DEVICE] is None
         assert len(slots) == extent.blocks
         self._tree.revive(extent)
@@ -375,6 +387,12 @@ class Residency:
         extent.refused = 0
         if extent.pins:
             self.pinned_device_blocks += extent.blocks
+        self.touch(extent)
+
+    def adopt_disk(self, extent: Extent, slots: list[int]) -> None:
+        """Gives an extent the disk blocks that an earlier process left of it."""
+        extent.slots[DISK] = np.array(slots, np.int32)
+        self.shares.add(DISK, extent.owner, extent.blocks)
         self.touch(extent)
 
     def chunk(self, extent: Extent) -> Extent:

@@ -55,13 +55,18 @@ class PrefixTree:
         self._graveyard: deque[tuple[Extent, int]] = deque()
         self._order = 0
 
-    def root(self, root_hash: bytes) -> Extent:
-        """The root of that hash, made on first use."""
+    def root(self, root_hash: bytes, owner: int = 0) -> Extent:
+        """The root of that hash, made on first use for that owner."""
         node = self.roots.get(root_hash)
         if node is None:
             node = Extent(None, 0, 0, np.empty(0, np.int32), self.next_order(), hashes=root_hash)
+            node.owner = owner
             self.roots[root_hash] = node
         return node
+
+    def of_owner(self, owner: int) -> Iterator[Extent]:
+        """Every extent of an owner, roots excluded."""
+        return self._below([root for root in self.roots.values() if root.owner == owner])
 
     def next_order(self) -> int:
         """A running number that breaks ties the same way in every run."""
@@ -198,7 +203,10 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Extent]:
         """Every extent, roots excluded."""
-        stack = [child for root in self.roots.values() for child in (*root.children.values(), *root.tails)]
+        return self._below(list(self.roots.values()))
+
+    def _below(self, roots: list[Extent]) -> Iterator[Extent]:
+        stack = [child for root in roots for child in (*root.children.values(), *root.tails)]
         while stack:
             node = stack.pop()
             yield node

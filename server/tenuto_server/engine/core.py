@@ -27,6 +27,9 @@ _LABEL_NODES_MAX = 256
 # own shadow.
 _KEPT_SHARES = (0.9, 0.7, 0.7)
 _FALLEN_MAX = 256
+# Between tenants it must be told what is wanted from what is not, which plain LRU does not: there the index fades to the time
+# since the last use, but not away.
+_TRUST_SHARED = 0.05
 _ON = tuple(tuple(tier for at, tier in enumerate(TIERS) if bits >> at & 1) for bits in range(8))
 
 
@@ -39,6 +42,8 @@ class Core:
         self.journal = journal
         self.now_ns = 0
         self.cache = CacheManager(config.cache, self._priority, self._below, self._label)
+        # Tenants by number, as the cache knows them; 0 is nobody's.
+        self._owners: dict[str, int] = {}
         self.sessions = SessionTable(config.sessions_per_tenant_max)
         self.knowledge = PauseStats()
         self.learned: Learned | None = None
@@ -76,7 +81,8 @@ class Core:
         size = self.config.cache.block_tokens
         token_s = self.costs.prefill_s(0, prompt) / prompt
         worth = [max(0.0, 1.0 - self.costs.load_s_per_block(tier) / size / token_s) for tier in (DEVICE, HOST, DISK)]
-        self.safeguard.turn(session.handle, prompt, known, [cached.get(tier, 0) for tier in TIERS], worth)
+        found = [cached.get(tier, 0) for tier in TIERS]
+        self.safeguard.turn(session.handle, prompt, known, found, worth, self.owner(session.tenant))
 
     @property
     def now_s(self) -> float:
@@ -89,6 +95,10 @@ class Core:
         if self._system is not None:
             self._system, self._system_before = None, self._system
         self.outputs = []
+
+    def owner(self, tenant: str) -> int:
+        """The number of a tenant."""
+        return self._owners.setdefault(tenant, len(self._owners) + 1)
 
     def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
         """Adds to a counter, or to one label of it."""
@@ -153,7 +163,8 @@ class Core:
                 for tier in (DEVICE, HOST, DISK)
                 if pools[tier].capacity and self.writable[tier]
             )
-            self._system = SystemView(tiers, self._costs_now(), self.safeguard.trust)
+            least = _TRUST_SHARED if self.cache.tiers.shares.contended else 0.0
+            self._system = SystemView(tiers, self._costs_now(), max(least, self.safeguard.trust))
         return self._system
 
     def _costs_now(self) -> CostView:
@@ -178,6 +189,7 @@ class Core:
             extent.last_used_s,
             extent.uses,
             _ON[held],
+            _ON[self.cache.tiers.shares.over(extent.owner)],
         )
 
     # ---- doors ---------------------------------------------------------------------------------------------------

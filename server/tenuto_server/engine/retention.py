@@ -22,6 +22,8 @@ _VALID_S_MIN = 0.02
 _RATE_IN_USE = 1e3
 # Share of a tier kept free by copying its least valuable blocks down before anyone asks for the room.
 _WATERMARK = 0.04
+_PREFETCHES_MAX = 2
+_SWAP_MARGIN = 2.0
 # The rank below which nobody is expected back for anything (priority, last use).
 _UNWANTED = (0.0, -math.inf)
 
@@ -162,6 +164,9 @@ class RetentionKeeper:
         if session.ended and not decision.lease_s:
             session.lease_until_ns = 0  # its own word
             return
+        crowded = core.cache.tiers.shares.over(core.owner(session.tenant))
+        if crowded & (1 << TIERS.index(decision.lease_tier)) and not session.leased(core.now_ns):
+            return  # nothing is promised beyond a tenant's share
         until_ns = core.now_ns + int(min(decision.lease_s, core.config.lease_max_s) * SECOND_NS)
         if session.leased(core.now_ns):
             # What was promised stands: a later look may add to it, only pressure breaks it.
@@ -225,7 +230,7 @@ class RetentionKeeper:
             self._vacant = 0
             return
         piece = tiers.chunk(best[1])
-        ceiling = core.policy.priority(core.view(piece), TIERS[DEVICE], core.system())
+        ceiling = self._worth_displacing(piece)
         move = tiers.begin_move(piece, piece.best_tier() or DISK, DEVICE, "prefetch", core.now_ns, ceiling=ceiling)
         if move is None:
             self._vacant = 0  # what is there is worth more
@@ -323,8 +328,10 @@ class RetentionKeeper:
             left = True
             if extent.moving_to(DEVICE):
                 continue
+            if not self._link_is_idle():
+                return  # it goes on when those have ended
             piece = core.cache.tiers.chunk(extent)
-            ceiling = core.policy.priority(core.view(piece), TIERS[DEVICE], core.system())
+            ceiling = self._worth_displacing(piece)
             move = core.cache.tiers.begin_move(piece, tier, DEVICE, "prefetch", core.now_ns, ceiling=ceiling)
             if move is None:
                 if not core.cache.tiers.moves:
@@ -339,6 +346,21 @@ class RetentionKeeper:
             self._prefetching.pop(handle, None)
             if session is not None and session.prefetch == "running":
                 session.prefetch = "done"
+
+    def _link_is_idle(self) -> bool:
+        """No turn waits for a load, and few loads ahead of need are on their way: whoever comes next waits for little."""
+        ahead = 0
+        for move in self._core.cache.tiers.moves.values():
+            if move.purpose == "restore":
+                return False
+            ahead += move.dst == DEVICE
+        return ahead < _PREFETCHES_MAX
+
+    def _worth_displacing(self, extent: Extent) -> float:
+        """The priority up to which others make way on the device for an extent that comes up ahead of need. Each brings a copy
+        down now and up again later, so that little is gained by trading what is worth nearly the same."""
+        core = self._core
+        return core.policy.priority(core.view(extent), TIERS[DEVICE], core.system()) / _SWAP_MARGIN
 
     def _keep_room(self) -> None:
         """Copies the least valuable blocks of a nearly full tier down, so that later need finds free slots."""

@@ -180,7 +180,7 @@ class Scheduler:
         core, cache, session = self._core, self._core.cache, sequence.session
         capacity = sequence.prompt_tokens + sequence.turn.sampling.max_tokens + cache.block_tokens
         tokens = sequence.tokens[: sequence.count]
-        table, found = cache.acquire(session.root, tokens, capacity)
+        table, found = cache.acquire(session.root, tokens, capacity, core.owner(session.tenant))
         if self.running:
             need = self._budget_blocks(sequence) - cache.held_blocks(table)
             if need > cache.reclaimable_device_blocks(core.now_ns) - self._outstanding():

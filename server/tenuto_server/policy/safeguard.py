@@ -44,10 +44,17 @@ class Safeguard:
         return tuple(self._shadows[-1].held)
 
     def turn(
-        self, session: int, prompt: int, reusable: int, found: Sequence[int], worth: Sequence[float] = (1.0,)
+        self,
+        session: int,
+        prompt: int,
+        reusable: int,
+        found: Sequence[int],
+        worth: Sequence[float] = (1.0,),
+        owner: int = 0,
     ) -> None:
         """A turn of ``session`` began: its prompt, how much of that the session's last prompt shares, how much of this each
-        tier held, and what a token there is worth (0 to 1, a token of the fastest tier being worth 1)."""
+        tier held, and what a token there is worth (0 to 1, a token of the fastest tier being worth 1). ``owner``: whose it
+        is; the shadow gives each the same share, as the cache does."""
         if session & ((1 << self._shift) - 1):
             return
         left, actual = reusable, 0.0
@@ -61,7 +68,7 @@ class Safeguard:
             above = max(above, upto)
         self._compare(reusable, actual, shadow)
         for level in self._shadows:
-            level.put(session, prompt, self._shift)
+            level.put(session, prompt, self._shift, owner)
         if len(self._shadows[-1].held) > SESSIONS_MAX and self._shift < SHIFT_MAX:
             self._shift += 1
             for level in self._shadows:
@@ -87,23 +94,25 @@ class Safeguard:
 
 
 class _Shadow:
-    """An LRU of contexts, sizes only."""
+    """An LRU of contexts, sizes only. Owners above an equal share make way first."""
 
     def __init__(self, capacity: int) -> None:
-        self.held: OrderedDict[int, int] = OrderedDict()
+        # By session, least recently used first: its tokens and its owner.
+        self.held: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._capacity = capacity
         self._used = 0
+        self._by_owner: dict[int, int] = {}
 
     def take(self, session: int) -> int:
         """Takes a session out; how many of its tokens there were."""
-        held = self.held.pop(session, 0)
-        self._used -= held
+        held, owner = self.held.pop(session, (0, 0))
+        self._charge(owner, -held)
         return held
 
-    def put(self, session: int, tokens: int, shift: int) -> None:
+    def put(self, session: int, tokens: int, shift: int, owner: int) -> None:
         """A session is the one used last."""
-        self.held[session] = tokens
-        self._used += tokens
+        self.held[session] = tokens, owner
+        self._charge(owner, tokens)
         self._shrink(shift)
 
     def thin(self, shift: int) -> None:
@@ -113,14 +122,30 @@ class _Shadow:
             self.take(other)
         self._shrink(shift)
 
+    def _charge(self, owner: int, tokens: int) -> None:
+        self._used += tokens
+        left = self._by_owner.get(owner, 0) + tokens
+        if left:
+            self._by_owner[owner] = left
+        else:
+            self._by_owner.pop(owner, None)
+
     def _shrink(self, shift: int) -> None:
         room = self._capacity >> shift
         while self._used > room and self.held:
-            oldest = next(iter(self.held))
+            oldest, tokens, owner = self._next(room)
             surplus = self._used - room
-            if self.held[oldest] > surplus:
+            if tokens > surplus:
                 # LRU takes blocks, not contexts: the oldest keeps what it can.
-                self.held[oldest] -= surplus
-                self._used = room
+                self.held[oldest] = tokens - surplus, owner
+                self._charge(owner, -surplus)
                 return
-            self._used -= self.held.pop(oldest)
+            self.take(oldest)
+
+    def _next(self, room: int) -> tuple[int, int, int]:
+        """Who goes next: (session, tokens, owner). Where more is held than there is room, somebody is above the share."""
+        share = room / len(self._by_owner)
+        for session, (tokens, owner) in self.held.items():
+            if len(self._by_owner) == 1 or self._by_owner.get(owner, 0) > share:
+                return session, tokens, owner
+        raise AssertionError("less is held than there is room")

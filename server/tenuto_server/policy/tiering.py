@@ -16,6 +16,9 @@ float still tells a tenth of a millisecond apart)."""
 DISK_HORIZON_S = 4 * 3600.0
 """How soon an extent used only once must be expected back to be worth a write to disk: KVCT has 95 % of human gaps
 within one hour and 98 % within four."""
+CROWDING = 1e-12
+"""Factor on the index of what lies on a tier of which its tenant holds more than its share: below anything that a tenant within
+its share wants, and above what nobody does."""
 EARLY_MARGIN = 2.0
 """Copy down early what lies within this factor of the price: it is next to go."""
 EARLY_FREE_SHARE = 0.1
@@ -73,6 +76,8 @@ def _accepts(extent: ExtentView, view: TierView, index: float) -> bool:
         return True
     if view.tier == "disk" and not worth_disk(extent):
         return False
+    if view.tier in extent.crowds:
+        index *= CROWDING
     # A price below 0 is held by what nobody wants.
     return view.free_blocks >= extent.blocks or (index > view.price and index > 0.0)
 
@@ -85,17 +90,20 @@ def worth_disk(extent: ExtentView) -> bool:
 def index_of(extent: ExtentView, tier: TierName, system: SystemView) -> float:
     """Eviction priority on ``tier``: the index where anybody is expected back, else last use (see UNWANTED).
 
-    A copy below a faster one costs nothing to lose, as long as that one is there: 0, before whatever is the only one.
+    A copy below a faster one costs nothing to lose, as long as that one is there: 0, before whatever is the only one. Tenants
+    above their share of the tier make way for those within theirs.
     """
+    crowds = tier in extent.crowds
     if extent.rate <= 0.0:
-        return UNWANTED + extent.last_used_s
+        return (2.0 * UNWANTED if crowds else UNWANTED) + extent.last_used_s
     if extent.on and tier != "device":
         for view in system.tiers:
             if view.tier == tier:
                 break
             if view.tier in extent.on:
                 return 0.0
-    return extent.rate * saved_s(extent, tier, system) / (extent.blocks * system.cost.block_bytes)
+    index = extent.rate * saved_s(extent, tier, system) / (extent.blocks * system.cost.block_bytes)
+    return index * CROWDING if crowds else index
 
 
 def keep_below(extent: ExtentView, tier: TierName, system: SystemView) -> TierName | None:

@@ -111,7 +111,8 @@ class SystemView:
 class ExtentView(NamedTuple):
     """A run of blocks of one prefix. ``start``: token position of its first block; ``rate``: summed return rate (1/s) of
     the sessions that use it (``Retention.rate``); ``last_used_s``: when a turn last used it, in absolute seconds of the
-    engine's clock (priorities are computed at different moments and must stay comparable); ``uses``: turns that used it."""
+    engine's clock (priorities are computed at different moments and must stay comparable); ``uses``: turns that used it;
+    ``crowds``: tiers of which its tenant holds more than its share."""
 
     start: int
     blocks: int
@@ -120,6 +121,7 @@ class ExtentView(NamedTuple):
     last_used_s: float
     uses: int
     on: tuple[TierName, ...] = ()
+    crowds: tuple[TierName, ...] = ()
 
 
 class PauseKnowledge(Protocol):

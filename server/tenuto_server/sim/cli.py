@@ -83,6 +83,8 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
             service=args.service,
             host_ratio=args.host_ratio,
             disk_ratio=args.disk_ratio,
+            shrink=args.shrink,
+            tenants=args.tenants,
             window_s=args.window_h * 3600.0,
             warm_up_s=args.warm_up_h * 3600.0,
         )
@@ -166,6 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--disk-ratio", type=float, default=16.0, help="disk size in device sizes (default %(default)g)"
     )
+    parser.add_argument("--tenants", default="", help="whose the sessions are, by weight: quiet=1,busy=9 (default one)")
+    parser.add_argument("--shrink", type=float, default=1.0, help="divide the trace's token counts by this (default 1)")
     parser.add_argument("--service", default="recorded", help="without timing: recorded or none (answers take no time)")
     parser.add_argument("--unit", type=int, help="tokens of one simulated block (default 64, with timing 16)")
     parser.add_argument("--window-h", type=float, default=WINDOW_S / 3600, help="hours measured (default %(default)g)")

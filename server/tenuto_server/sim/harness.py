@@ -104,7 +104,8 @@ class Sent:
 class Harness:
     """Plays ``workload`` in ``world``; ``record`` hears of every finished request. ``unit``: tokens that one simulated
     token stands for. ``answers``: answers are generated unit by unit and become part of the next prompt; else a request
-    ends with its first token and an answer takes no room."""
+    ends with its first token and an answer takes no room. ``tenants``: whose the sessions are, drawn by weight; one
+    tenant's unless given."""
 
     world: Stage
     machine: Script
@@ -115,6 +116,7 @@ class Harness:
     unit: int
     record: Callable[[Sent], None]
     answers: bool = False
+    tenants: tuple[tuple[str, float], ...] = ()
     _number: int = 0
     _ids: int = 1
 
@@ -128,12 +130,20 @@ class Harness:
         lies = self.delivery.kind == "lying" and rng.random() < self.delivery.amount
         if parent is not None:
             lies = parent.lies
-        line = Line(name, "liar" if lies and self.delivery.amount < 1.0 else "sim", session, np.empty(0, np.int32), rng)
+        tenant = "liar" if lies and self.delivery.amount < 1.0 else "sim"
+        if self.tenants:
+            tenant = parent.tenant if parent is not None else self._tenant(name)
+        line = Line(name, tenant, session, np.empty(0, np.int32), rng)
         line.lies, line.at = lies, first - 1
         line.next_id, self._ids = self._ids, self._ids + self._new_ids(session, first)
         line.parent = parent.name if parent is not None else None
         self._send(line, in_s)
         return line
+
+    def _tenant(self, name: str) -> str:
+        names, weights = zip(*self.tenants, strict=True)
+        # A draw of its own: whose a session is must not change what it does.
+        return str(Random(f"{self.workload.seed}/{name}/tenant").choices(names, weights)[0])
 
     def _new_ids(self, session: Session, first: int) -> int:
         """How many block ids a session will need: ids are unique over all sessions."""

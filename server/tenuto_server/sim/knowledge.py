@@ -103,6 +103,17 @@ class Delivery:
                 return [0.0]
 
 
+def parse_tenants(text: str) -> tuple[tuple[str, float], ...]:
+    """Reads ``--tenants``: names with weights, as in ``quiet=1,busy=9``. Raises ``ConfigError``."""
+    found = []
+    for part in filter(None, text.split(",")):
+        name, _, weight = part.partition("=")
+        found.append((name.strip(), _number(part, weight or "1", 1e-9, 1e9)))
+    if len({name for name, _ in found}) != len(found) or not all(name for name, _ in found):
+        raise ConfigError(f"--tenants {text!r}: different names with weights are expected, as in quiet=1,busy=9")
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class PauseScale:
     """The log-normal scale of each class of pause: (mean of log seconds, log-sd)."""

@@ -23,6 +23,10 @@ def render(document: dict[str, Any], command: str) -> str:
     parts.append("Reusable tokens missed:\n\n" + _by_capacity(rows, lambda r: f"{100 * r['missed_share']:.2f} %"))
     parts.append("Amplification (tokens prefilled / new tokens):\n\n" + _by_capacity(rows, _amplification))
     parts.append("Token hit rate by what the request follows:\n\n" + _hits(rows))
+    if any("hit_rate_by_tenant" in row for row in rows):
+        parts.append("Token hit rate by tenant:\n\n" + _tenants(rows))
+    if any("busy_s" in row for row in rows):
+        parts.append("Work of the machine within the window:\n\n" + _work(rows))
     if any("ttft_s" in row for row in rows):
         parts.append("Time to first token, s (p50 / p90), by what the request follows:\n\n" + _ttft(rows))
     if any("moved_tokens" in row for row in rows):
@@ -31,8 +35,8 @@ def render(document: dict[str, Any], command: str) -> str:
     if refused:
         most, turns = max(refused)
         parts.append(
-            f"Up to {most:.0f} of {turns:.0f} turns are refused, since their prompts are larger than the device; what they could "
-            "have reused counts as missed."
+            f"Up to {most:.0f} of {turns:.0f} turns are refused, since their prompts are larger than the device; no figure "
+            "counts them."
         )
     seeds = arguments.get("seed", "?")
     parts.append(
@@ -93,8 +97,34 @@ def _rate(row: Row, name: str) -> str:
     return f"{row['hit_rate'][name]:.3f}" if name in row["hit_rate"] else ""
 
 
+def _tenants(rows: Sequence[Row]) -> str:
+    names = sorted({name for row in rows for name in row.get("hit_rate_by_tenant", {})})
+    lines = []
+    for row in _ordered(rows):
+        rates = row.get("hit_rate_by_tenant", {})
+        cells = [f"{rates[name]:.3f}" if name in rates else "" for name in names]
+        lines.append([row["policy"], f"{row['capacity_frac']:g}", *cells])
+    return _table(["policy", "capacity", *names], lines)
+
+
+def _work(rows: Sequence[Row]) -> str:
+    """Time spent computing, tokens prefilled, and of those the ones that a lower tier held."""
+    lines = [
+        [
+            row["policy"],
+            f"{row['capacity_frac']:g}",
+            f"{row['busy_s']:.0f}",
+            f"{row['prefilled_tokens'] / 1e6:.2f}",
+            f"{row['instead_tokens'] / 1e6:.2f}",
+        ]
+        for row in _ordered(rows)
+    ]
+    head = ["policy", "capacity", "busy, s", "prefilled, M tokens", "of them computed rather than loaded"]
+    return _table(head, lines)
+
+
 def _ttft(rows: Sequence[Row]) -> str:
-    names = [name for name in CLASSES if any(name in row.get("ttft_s", {}) for row in rows)]
+    names = [name for name in ("all", *CLASSES) if any(name in row.get("ttft_s", {}) for row in rows)]
     lines = []
     for row in _ordered(rows):
         times = row.get("ttft_s", {})

@@ -18,12 +18,13 @@ Row = dict[str, Any]
 VERSION = 1
 ARGUMENTS = (
     "policy", "capacity_frac", "alive", "seed", "tiers", "hints", "timing", "service", "unit",
-    "host_ratio", "disk_ratio", "window_h", "warm_up_h",
+    "host_ratio", "disk_ratio", "shrink", "tenants", "window_h", "warm_up_h",
 )  # fmt: skip
 """Arguments of ``tenuto simulate`` that a result depends on."""
+_WAITS = ("all", "tool", "human")
 _DEFAULTS = {
-    "tiers": "device", "hints": "on", "timing": "none", "service": "recorded", "unit": None, "alive": 60.0,
-    "window_h": WINDOW_S / 3600, "warm_up_h": WARM_UP_S / 3600,
+    "tiers": "device", "hints": "on", "timing": "none", "service": "recorded", "unit": None, "alive": 60.0, "shrink": 1.0,
+    "tenants": "", "window_h": WINDOW_S / 3600, "warm_up_h": WARM_UP_S / 3600,
 }  # fmt: skip
 
 
@@ -117,11 +118,11 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
                 }
                 for name in sorted({name for row in group for name in row["ttft_s"]})
             }
-        for name in ("held_token_s", "held_byte_s", "moved_tokens", "prefetches"):
+        for name in ("held_token_s", "held_byte_s", "moved_tokens", "prefetches", "hit_rate_by_tenant"):
             if all(name in row for row in group):
                 keys = sorted({key for row in group for key in row[name]})
                 merged[name] = {key: _mean([row[name].get(key, 0.0) for row in group]) for key in keys}
-        for name in ("leases_granted", "leases_broken", "refused_turns", "turns"):
+        for name in ("leases_granted", "leases_broken", "refused_turns", "turns", "instead_tokens", "busy_s"):
             if all(name in row for row in group):
                 merged[name] = _mean([row[name] for row in group])
         out.append(merged)
@@ -144,7 +145,7 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
     for name in classes:
         table.add_column(f"hit {name.replace('_', ' ')}", justify="right")
     if timed:
-        for name in ("tool", "human"):
+        for name in _WAITS:
             table.add_column(f"TTFT {name} p50/p90 s", justify="right")
     if any("held_token_s" in row for row in merged):
         table.add_column("held, M token-h", justify="right")
@@ -162,7 +163,7 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
             *("" if name not in row["hit_rate"] else f"{row['hit_rate'][name]:.3f}" for name in classes),
         ]
         if timed:
-            cells += [_ttft(row, name) for name in ("tool", "human")]
+            cells += [_ttft(row, name) for name in _WAITS]
         if "held_token_s" in row:
             held = row["held_token_s"]
             cells.append(" ".join(f"{held[tier] / 3.6e9:.3g}" for tier in ("device", "host", "disk") if tier in held))

@@ -20,7 +20,7 @@ from tenuto_server.policy import Policy
 from tenuto_server.sim import oracle
 from tenuto_server.sim.costs import Clockwork, Machine, machine_of
 from tenuto_server.sim.harness import Harness, Sent
-from tenuto_server.sim.knowledge import Delivery, PauseScale, parse_policy
+from tenuto_server.sim.knowledge import Delivery, PauseScale, parse_policy, parse_tenants
 from tenuto_server.sim.machine import SimMachine
 from tenuto_server.sim.tally import Tally, classes_of
 from tenuto_server.sim.traces import Trace
@@ -38,7 +38,8 @@ _TOKEN_S, _HOST_FACTOR, _DISK_FACTOR = 5e-5, 19.0, 4.6
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Everything that one row depends on, the trace aside. ``host_ratio``, ``disk_ratio``: size of those tiers in units of
-    the device's. ``service`` (without timing): "recorded" keeps requests as far apart as they were recorded, though none
+    the device's. ``shrink``: divisor of the trace's token counts. ``tenants``: whose the
+    sessions are (``knowledge.parse_tenants``). ``service`` (without timing): "recorded" keeps requests as far apart as they were recorded, though none
     takes any time; "none" takes the answers' time out."""
 
     policy: str
@@ -54,6 +55,8 @@ class Setup:
     warm_up_s: float = WARM_UP_S
     host_ratio: float = 4.0
     disk_ratio: float = 16.0
+    shrink: float = 1.0
+    tenants: str = ""
 
     @property
     def served(self) -> bool:
@@ -64,6 +67,7 @@ class Setup:
         """Raises ``ConfigError`` for anything that cannot be run."""
         policy, _ = parse_policy(self.policy)
         Delivery.parse(self.hints)
+        parse_tenants(self.tenants)
         machine_of(self.timing)
         if self.tiers != TIERS[: len(self.tiers)] or not self.tiers:
             raise ConfigError(f"--tiers {','.join(self.tiers)!r}: device, or device,host, or device,host,disk")
@@ -71,6 +75,8 @@ class Setup:
             raise ConfigError("the oracle is defined for one tier without timing")
         if self.service not in ("recorded", "none"):
             raise ConfigError(f"--service {self.service!r} is none of recorded, none")
+        if self.shrink < 1.0:
+            raise ConfigError("--shrink must be 1 or more")
         if self.capacity_frac <= 0.0 or self.alive <= 0.0 or self.unit < 1 or self.window_s <= 0.0:
             raise ConfigError("capacity, sessions alive, unit and window must be positive")
 
@@ -193,6 +199,7 @@ class _Run:
             setup.unit,
             self._record,
             answers=self._timed,
+            tenants=parse_tenants(setup.tenants),
         )
 
     def _scale(self, trace: Trace) -> PauseScale:
@@ -223,8 +230,11 @@ class _Run:
         if sent.sent_s < self._workload.from_s or not sent.line.primed:
             return
         tally, turn = self._tally, sent.turn
+        classes = classes_of(sent.pause, sent.compacted, sent.line.session.thread)
         if turn.started is None:
             tally.refused += 1
+            if not self._timed:  # the oracle cannot serve them either, and counts them
+                tally.add(sent.prompt, sent.reusable, 0, classes, sent.line.tenant)
             return
         # The first report says what was there, the last one what of it was loaded after all.
         report = turn.started.report
@@ -234,7 +244,6 @@ class _Run:
             tally.tier_found[tier] += count
         for label, count in report.recomputed.items():
             tally.labels[label] += count
-        classes = classes_of(sent.pause, sent.compacted, sent.line.session.thread)
         instead = max(0, found - min(sent.reusable, used))
         tally.add(sent.prompt, sent.reusable, found, classes, sent.line.tenant, instead)
         if self._timed and turn.first_token_ns is not None:

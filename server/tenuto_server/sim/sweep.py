@@ -15,27 +15,30 @@ from typing import Any
 
 from tenuto_server.sim.formats import read
 from tenuto_server.sim.study import Setup, simulate
-from tenuto_server.sim.traces import Trace
+from tenuto_server.sim.traces import Trace, shrunk
 from tenuto_server.sim.workload import Workload, steady
 
 Row = dict[str, Any]
 
 
 @lru_cache(maxsize=2)
-def _trace(source: str) -> Trace:
-    return read(source)
+def _trace(source: str, shrink: float = 1.0) -> Trace:
+    return read(source) if shrink == 1.0 else shrunk(_trace(source), shrink)
 
 
 @lru_cache(maxsize=4)
-def workload_of(source: str, alive: float, seed: int, window_s: float, warm_up_s: float, served: bool) -> Workload:
+def workload_of(
+    source: str, alive: float, seed: int, window_s: float, warm_up_s: float, served: bool, shrink: float = 1.0
+) -> Workload:
     """The workload of a seed: the same for every policy and capacity."""
-    return steady(_trace(source), alive, seed, window_s=window_s, warm_up_s=warm_up_s, served=served)
+    return steady(_trace(source, shrink), alive, seed, window_s=window_s, warm_up_s=warm_up_s, served=served)
 
 
 def run_one(source: str, setup: Setup) -> Row:
     """One row, in this process."""
-    workload = workload_of(source, setup.alive, setup.seed, setup.window_s, setup.warm_up_s, setup.served)
-    return simulate(_trace(source), setup, workload)
+    s = setup
+    workload = workload_of(source, s.alive, s.seed, s.window_s, s.warm_up_s, s.served, s.shrink)
+    return simulate(_trace(source, s.shrink), setup, workload)
 
 
 def sweep(source: str | Path, setups: Sequence[Setup], jobs: int, heard: Callable[[Setup, Row], None]) -> list[Row]:

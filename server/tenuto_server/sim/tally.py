@@ -12,7 +12,7 @@ MISS_LABELS = ("cold", "mutation", "capacity", "retention")
 @dataclass(slots=True)
 class Tally:
     """Counts in units; ``unit`` turns them into tokens. Requests before the window, and those whose session's previous
-    request was not simulated, count for nothing; those that were refused are counted, and nothing of what they brought.
+    request was not simulated, count for nothing; nor, where things take time, does what a request brought that was refused.
 
     ``found``: what some tier held when a turn was admitted. ``instead``: what of that was computed all the same, since that
     was quicker than to load it or the load was late: no miss, but work."""

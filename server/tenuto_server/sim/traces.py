@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
 
@@ -95,6 +95,23 @@ class Trace:
     def requests(self) -> int:
         """Number of requests, subagents aside."""
         return sum(len(session.requests) for session in self.sessions)
+
+
+def shrunk(trace: Trace, factor: float) -> Trace:
+    """The trace with all token counts divided by ``factor`` and all times as they are: sessions for a model with a smaller
+    window."""
+    if factor == 1.0:
+        return trace
+
+    def smaller(session: Session) -> Session:
+        requests = tuple(
+            replace(r, prompt=int(r.prompt / factor), out=-int(-r.out // factor), shared=int(r.shared / factor))
+            for r in session.requests
+        )
+        children = tuple(replace(child, session=smaller(child.session)) for child in session.children)
+        return replace(session, requests=requests, head=int(session.head / factor), children=children)
+
+    return replace(trace, sessions=tuple(smaller(session) for session in trace.sessions))
 
 
 def open_text(path: Path) -> IO[str]:
