@@ -23,6 +23,7 @@ from tenuto_server.cache.identity import RootIdentity
 from tenuto_server.config import CacheConfig, EngineConfig
 from tenuto_server.engine.engine import Engine
 from tenuto_server.model.chat import ChatTemplate
+from tenuto_server.model.scripted import scripted_chat
 from tenuto_server.model.toy import toy_tokenizer
 from tenuto_server.policy import make_policy
 from tenuto_server.runtime.null import NullExecutor
@@ -54,13 +55,13 @@ def scenarios():
     return [item for item in json.loads((FOLDER / "index.json").read_text())["scenarios"] if records(item["dir"])]
 
 
-def conversation(record, strip=True):
+def conversation(record, strip=True, readings=None):
     body = record["body"]
     if record["path"].startswith("/v1/messages"):
-        return from_messages(CountRequest.model_validate(body), strip)
+        return from_messages(CountRequest.model_validate(body), strip, readings)
     if record["path"].startswith("/v1/responses"):
-        return from_responses(ResponsesRequest.model_validate(body), (), strip)
-    return from_chat(body["messages"], body.get("tools") or (), strip=strip)
+        return from_responses(ResponsesRequest.model_validate(body), (), strip, readings)
+    return from_chat(body["messages"], body.get("tools") or (), strip=strip, readings=readings)
 
 
 def answer_of(record, later):
@@ -344,6 +345,25 @@ def test_the_order_of_tools_is_kept_and_a_change_of_it_told(replay):
     change = replay.told("x/2")["change"]
     assert (change["part"], change["reordered"]) == ("tools", True)
     assert change["tool"] == first["body"]["tools"][2]["name"]
+
+
+@pytest.mark.parametrize("template", [scripted_chat(), ChatTemplate(SYSTEM_FIRST)], ids=["scripted", "system first"])
+def test_recorded_turns_are_read_and_rendered_behind_each_other_as_from_nothing(template):
+    kept = 0
+    for item in scenarios():
+        if "websocket" in item["dir"]:
+            continue  # its frames go on from stored responses
+        builder = PromptBuilder(TOKENIZER, template, whole_chars_max=0)
+        for record in records(item["dir"]).values():
+            fresh = conversation(json.loads(json.dumps(record)))
+            talk = conversation(json.loads(json.dumps(record)), True, builder.readings)
+            assert talk.messages == fresh.messages
+            assert (talk.places, talk.digests, talk.links) == (fresh.places, fresh.digests, fresh.links)
+            prompt = builder.conversation(talk)
+            assert prompt.raw == builder.renderer.text(builder._shield.hide(list(fresh.messages)), talk.tools, {})
+            assert prompt.tokens.tolist() == builder._shield.encode(prompt.raw).tokens.tolist()
+            kept += prompt.kept
+    assert kept > 40_000  # few recordings have more than two turns
 
 
 def expected_shares():

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from tenuto_server.api.messages_request import seal
+from tenuto_server.api.responses_store import ResponseStore
 
 CALL = 'ok\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls -l"}}\n</tool_call>'
 BASH = {"type": "function", "name": "bash", "description": "run", "parameters": {"type": "object", "properties": {}}}
@@ -134,6 +135,21 @@ def test_what_is_not_to_be_stored_is_not(site):
     _, _, first = send(site, store=False)
     assert first["store"] is False
     assert site.request("GET", f"/v1/responses/{first['id']}")[0] == 404
+
+
+def test_a_response_that_goes_on_counts_what_it_holds():
+    """Counting looks at what is new alone; the sum is what a whole count gives, a bracket or two aside."""
+    items, step = tuple({"type": "message", "content": "x" * n} for n in (10, 20, 30, 40)), 2
+    chained, alone = ResponseStore(10**6), ResponseStore(10**6)
+    chained.put("t", {"id": "a"}, items[:step], 1)
+    for store in (chained, alone):
+        store.put("t", {"id": "b", "previous_response_id": "a"}, items, 1)
+    before = chained.get("t", "a").size
+    assert abs(chained.bytes - before - alone.bytes) <= 2
+    # A conversation that is not the one before it is counted whole.
+    other = tuple(dict(item) for item in items)
+    chained.put("t", {"id": "c", "previous_response_id": "b"}, other, 1)
+    assert chained.get("t", "c").items_bytes == alone.get("t", "b").items_bytes
 
 
 def test_the_store_is_bounded_in_bytes(make_site):

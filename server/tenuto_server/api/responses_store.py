@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from tenuto_server.api.errors import ApiError, encode_json
@@ -13,11 +14,13 @@ _ENTRY_BYTES = 500
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A response object, and the items of its conversation up to and with its output."""
+    """A response object, and the items of its conversation up to and with its output. ``items_bytes``: what these are as
+    JSON."""
 
     response: dict[str, Any]
     items: tuple[Any, ...]
     inputs: int
+    items_bytes: int
     size: int
 
 
@@ -31,9 +34,15 @@ class ResponseStore:
 
     def put(self, tenant: str, response: dict[str, Any], items: tuple[Any, ...], inputs: int) -> None:
         """Keeps a response. ``inputs``: how many of the items were the request's input."""
-        size = len(encode_json(response)) + len(encode_json(items)) + _ENTRY_BYTES
+        before = self._stored.get((tenant, str(response.get("previous_response_id"))))
+        known = len(before.items) if before is not None else 0
+        if before is not None and known <= len(items) and all(map(is_, before.items, items)):
+            items_bytes = before.items_bytes + len(encode_json(items[known:]))  # only what is new is looked at
+        else:
+            items_bytes = len(encode_json(items))
+        size = len(encode_json(response)) + items_bytes + _ENTRY_BYTES
         self.drop(tenant, response["id"])
-        self._stored[tenant, response["id"]] = Stored(response, items, inputs, size)
+        self._stored[tenant, response["id"]] = Stored(response, items, inputs, items_bytes, size)
         self.bytes += size
         while self.bytes > self._bytes_max and self._stored:
             _, old = self._stored.popitem(last=False)
