@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.prefix import Fingerprint, fingerprint
 from tenuto.sse import DONE, SSEDecoder
 from tenuto.turn import TurnBuilder
 
@@ -35,16 +34,6 @@ def dialect_of(path: str) -> str | None:
     """chat, messages or responses by the request's path; None for any other path."""
     clean = path.partition("?")[0].rstrip("/")
     return next((name for suffix, name in _PATHS.items() if clean.endswith(suffix)), None)
-
-
-def prompt_of(dialect: str, body: Mapping[str, Any]) -> Fingerprint:
-    """The prompt of a request, tools left out: what names a conversation is what was said in it."""
-    if dialect == "responses":
-        given = body.get("input") or []
-        items: Sequence[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        return fingerprint([i for i in items if isinstance(i, Mapping)], system=body.get("instructions"))
-    messages = [m for m in body.get("messages") or [] if isinstance(m, Mapping)]
-    return fingerprint(messages, system=body.get("system") if dialect == "messages" else None)
 
 
 def read_ending(dialect: str, data: bytes, *, streamed: bool) -> Ending | None:

@@ -7,7 +7,6 @@ Everything here runs inside a guard that swallows and counts exceptions; nothing
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import logging
@@ -16,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
-from tenuto.answers import dialect_of, prompt_of, read_ending
+from tenuto.answers import dialect_of, read_ending
 from tenuto.client import Client
 from tenuto.headers import HeaderError, encode_hints, write_identity
 from tenuto.pause import Pause
-from tenuto.prefix import Fingerprint
+from tenuto.proxy.bodies import Bodies, Reading
+from tenuto.proxy.chains import prompt_of
 from tenuto.session import Session, current_session
 from tenuto.session_core import SessionCore
 
@@ -79,32 +79,44 @@ def _http_library(inner: Any) -> Any:
 
 
 class _Conversations:
-    """Tells conversations apart: a prompt that extends a conversation's latest prompt belongs to it."""
+    """Tells conversations apart: a prompt that extends a conversation's latest prompt belongs to it. This runs in the
+    agent's own call, so of a body that has grown only what is new is read."""
 
     def __init__(self) -> None:
-        self._latest: OrderedDict[str, Session] = OrderedDict()
+        self._latest: OrderedDict[int, Session] = OrderedDict()
+        self._bodies = Bodies(SESSIONS_MAX)
 
-    def find(self, prompt: Fingerprint, *, retry: bool, make: Callable[[], Session]) -> Session:
-        chain = _chain(prompt)
+    def find(self, dialect: str, content: bytes, *, retry: bool, make: Callable[[str | None], Session]) -> Session:
+        """The session of a request. Raises ``ValueError`` for a body that is no JSON object."""
+        reading = self._bodies.read("", dialect, content)
+        if reading is None:
+            raise ValueError("the body is no JSON object")
+        chain = _chain(reading)
         for position in range(len(chain) - (0 if retry else 1) - 1, -1, -1):
             known = self._latest.pop(chain[position], None)
             if known is not None:
-                self._latest[chain[-1]] = known
-                return known
-        session = make()
+                return self._keep(known, chain, reading)
+        model = reading.frame.get("model")
+        return self._keep(make(model if isinstance(model, str) else None), chain, reading)
+
+    def _keep(self, session: Session, chain: list[int], reading: Reading) -> Session:
         if chain:
             self._latest[chain[-1]] = session
+            self._bodies.keep("", session.id, reading)
         while len(self._latest) > SESSIONS_MAX:
-            self._latest.popitem(last=False)[1].end()
+            gone = self._latest.popitem(last=False)[1]
+            self._bodies.drop("", gone.id)
+            gone.end()
         return session
 
 
-def _chain(prompt: Fingerprint) -> list[str]:
-    state = hashlib.blake2b("".join(item.digest for item in prompt.system).encode(), digest_size=16)
+def _chain(reading: Reading) -> list[int]:
+    """A digest for each beginning of a conversation; tools are left out: what was said names it."""
+    state = prompt_of(reading.items, (), reading.frame.get("instructions") or reading.frame.get("system")).head
     chain = []
-    for item in prompt.messages:
-        state.update(item.digest.encode())
-        chain.append(state.copy().hexdigest())
+    for digest in reading.items.digests:
+        state = hash((state, digest))
+        chain.append(state)
     return chain
 
 
@@ -132,10 +144,9 @@ class _Watch:
         dialect = dialect_of(request.url.path) if request.method == "POST" else None
         if dialect is None:
             return None
-        body = json.loads(request.content)
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         with self._lock:
-            session = self._session(dialect, body, retry)
+            session = self._session(dialect, request.content, retry)
             pause = self._pauses.pop(session.id, None)
         if pause is not None:
             pause.stop()
@@ -159,17 +170,20 @@ class _Watch:
         if self._closes:
             self._tenuto.close()
 
-    def _session(self, dialect: str, body: Any, retry: bool) -> SessionCore:
+    def _session(self, dialect: str, content: bytes, retry: bool) -> SessionCore:
+        # Where the session is known, a long conversation is not even parsed: this runs in the agent's own call.
         running = current_session()
         if running is not None and not running.closed:
             return running
-        model = body.get("model")
-        if self._fixed is not None:
-            if self._named is None:
-                self._named = self._tenuto.session(self._fixed, model=model)
+        if self._named is not None:
             return self._named
-        prompt = prompt_of(dialect, body)
-        return self._conversations.find(prompt, retry=retry, make=lambda: self._tenuto.session(model=model))
+        if self._fixed is not None:
+            self._named = self._tenuto.session(self._fixed, model=json.loads(content).get("model"))
+            return self._named
+        return self._conversations.find(dialect, content, retry=retry, make=self._open)
+
+    def _open(self, model: str | None) -> Session:
+        return self._tenuto.session(model=model)
 
     def _carry(self, session: SessionCore, request: Any) -> None:
         sender = session.services.sender

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tenuto
-from tenuto.answers import dialect_of, prompt_of, read_ending
+from tenuto.answers import dialect_of, read_ending
 from tenuto.sse import SSEDecoder, parse_chunk
 from tenuto.turn import TurnBuilder, turn_from_completion
 
@@ -160,6 +160,3 @@ def test_dialects_and_prompts() -> None:
         "responses",
         None,
     ]
-    chat = prompt_of("chat", {"messages": [tenuto.system("s"), tenuto.user("u")]})
-    assert chat == prompt_of("messages", {"system": "s", "messages": [tenuto.user("u")]})
-    assert chat == prompt_of("responses", {"instructions": "s", "input": "u"})
