@@ -128,3 +128,20 @@ def test_of_the_longest_pauses_a_level_keeps_the_shape_of_the_one_above() -> Non
         return (1.0 - twice) / (1.0 - at)
 
     assert doubling("b", "k") == pytest.approx(doubling("c", None), abs=0.1)
+
+
+def test_sessions_with_the_same_expectation_are_told_apart_by_their_last_pause() -> None:
+    """After 2 s half of the next pauses take 2 s and half 200 s, after 200 s all take 20 s: the same mean logs."""
+    stats, rnd = PauseStats(), Random(9)
+    short, long = Traits(2.2, float(np.log(1.0))), Traits(2.2, float(np.log(200.0)))
+    for _ in range(1500):
+        for traits, length in ((short, rnd.choice((2.0, 200.0))), (long, 20.0)):
+            stats.observe("t", "tool", None, length, rhythm=stats.rhythm("tool", traits), traits=traits)
+
+    def within(traits: Traits, low: float, high: float) -> float:
+        quantiles = stats.quantiles("t", "tool", None, stats.rhythm("tool", traits))[:64]
+        return sum(low < quantile < high for quantile in quantiles) / 64
+
+    assert within(long, 10.0, 40.0) > 0.9
+    assert within(short, 10.0, 40.0) < 0.1
+    assert within(short, 1.0, 4.0) == pytest.approx(0.5, abs=0.1)

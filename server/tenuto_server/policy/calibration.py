@@ -48,6 +48,11 @@ RHYTHM_STEP, RHYTHM_STEP_HUMAN = 0.2, 0.4
 RHYTHM_STEPS = 12
 """Pauses are told apart by the mean expected of them, in so many steps of so much either way: 0.2 and 0.4 are a fifth of the log-sd of
 tool and human pauses (KVCT: 1.26 and 2.17)."""
+LAST_STEPS = (-2, 3)
+"""Pauses with the same expectation are told apart by the session's last one: after a very short or a very long one the next
+is more often another such than its expectation says."""
+_LAST = 100
+"""Weight of that step in a rhythm."""
 _CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(mass, 1)[0]) for kind, mass in _PRIOR.items()}
 INTACT_MIN = 0.05
 """A pause after which nothing was wanted still counts for its length a little: how long pauses last is asked too."""
@@ -67,6 +72,15 @@ def rhythm_of(pace: float | None, kind: PauseKind) -> int:
         return 0
     step = RHYTHM_STEP_HUMAN if kind == "human" else RHYTHM_STEP
     return max(-RHYTHM_STEPS, min(RHYTHM_STEPS, round((pace - _CENTRE[kind]) / step)))
+
+
+def last_step(last: float | None, kind: PauseKind) -> int:
+    """How long a session's last pause of the kind was (log seconds), in steps six times as wide; 0 before any."""
+    if last is None:
+        return 0
+    step = RHYTHM_STEP_HUMAN if kind == "human" else RHYTHM_STEP
+    low, high = LAST_STEPS
+    return max(low, min(high, round((last - _CENTRE[kind]) / (6.0 * step))))
 
 
 class _Word:
@@ -137,16 +151,18 @@ class _Node:
             self.ended *= 0.5
 
 
-def _rhythm_key(key: str | None, rhythm: int) -> str:
-    """Where pauses of sessions with that rhythm are filed, under a key or (None) under the kind. A tab is in no tool's name."""
-    return f"{key or ''}\t{rhythm}"
+def _rhythm_keys(key: str | None, rhythm: int) -> tuple[str, ...]:
+    """Where pauses of sessions with that rhythm are filed, under a key or (None) under the kind: by the expectation, and by
+    both. A tab is in no tool's name."""
+    step = (rhythm + _LAST // 2) % _LAST - _LAST // 2
+    return (f"{key or ''}\t{step}", f"{key or ''}\t{rhythm}\t")
 
 
 class PauseStats:
     """Implements ``PauseKnowledge``. At most ``keys_max`` (tenant, kind, key) and ``tenants_max`` (tenant, kind) are
     remembered, the least recently taught forgotten first; one of each takes about a kilobyte."""
 
-    def __init__(self, *, keys_max: int = 4096, tenants_max: int = 4096) -> None:
+    def __init__(self, *, keys_max: int = 8192, tenants_max: int = 4096) -> None:
         self._keys_max = keys_max
         self._tenants_max = tenants_max
         self._kinds: dict[PauseKind, _Node] = {kind: _Node(_CAP_KIND) for kind in KINDS}
@@ -162,7 +178,7 @@ class PauseStats:
 
     def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> tuple[float, ...]:
         """Lengths in seconds at probabilities (i + 0.5) / 64, then where each time half of what is left has come; shrunk
-        (key, rhythm) -> key -> (tenant, kind) -> kind -> prior.
+        (key, expectation, last) -> (key, expectation) -> key -> (tenant, kind) -> kind -> prior.
 
         The same tuple is returned until a level below it has grown by about a tenth.
         """
@@ -175,9 +191,11 @@ class PauseStats:
         return deepest.quantiles
 
     def rhythm(self, kind: PauseKind, traits: Traits) -> int | None:
-        """How long a pause of such a session is expected to be, in steps from the prior's median; None where the kind is
-        not known."""
-        return None if kind == "unknown" else rhythm_of(self._paces[kind].expect(traits), kind)
+        """How long a pause of such a session is expected to be, in steps from the prior's median, plus 100 times the step of
+        its last one; None where the kind is not known."""
+        if kind == "unknown":
+            return None
+        return rhythm_of(self._paces[kind].expect(traits), kind) + _LAST * last_step(traits.last, kind)
 
     def scale(self, tenant: str, kind: PauseKind) -> tuple[float, float]:
         """Mean and standard deviation of the log of a tenant's pauses of a kind, whatever they brought back: the same scale
@@ -272,9 +290,10 @@ class PauseStats:
         if key_node is not None:
             yield key_node, _CAP_KEY
         if rhythm is not None:
-            node, _ = self._nodes(tenant, kind, _rhythm_key(key, rhythm))
-            assert node is not None
-            yield node, _CAP_RHYTHM
+            for name in _rhythm_keys(key, rhythm):
+                node, _ = self._nodes(tenant, kind, name)
+                assert node is not None
+                yield node, _CAP_RHYTHM
 
     def observe_end(self, tenant: str, kind: PauseKind, key: str | None, forecast: Forecast | None = None) -> None:
         """A session's end was announced."""
@@ -351,9 +370,9 @@ class PauseStats:
             if node is not None:
                 chain.append((node, _K_KEY))
         if rhythm is not None:
-            node = self._keys.get((tenant, kind, _rhythm_key(key, rhythm)))
-            if node is not None:
-                chain.append((node, _K_RHYTHM))
+            for name in _rhythm_keys(key, rhythm):
+                if (node := self._keys.get((tenant, kind, name))) is not None:
+                    chain.append((node, _K_RHYTHM))
         return chain
 
     def _masses(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> list[float]:

@@ -37,7 +37,7 @@ class PauseView(NamedTuple):
     ``resume_at_s``: the harness said that the return comes at this elapsed time. ``alive_until_s``: keepalives vouch for
     the session until this elapsed time. ``end_keep_s``: the harness ended the session but asked to keep it until this
     elapsed time (0 when not at all); None when it did not end. ``recent``: the session's last pauses of any kind, oldest
-    first, a handful. ``rhythm``: how long a pause of this kind is expected of it (``calibration.rhythm_of``). ``outlook``:
+    first, a handful. ``rhythm``: how long a pause of this kind is expected of it (``PauseStats.rhythm``). ``outlook``:
     ``Retention.outlook`` of the decision before this one, if nothing was said since.
     """
 

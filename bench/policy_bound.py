@@ -1,0 +1,328 @@
+"""What bounds a level of knowledge: the retention index with better learning than any server can have, on the same workload.
+
+``python bench/policy_bound.py TRACE [--knowledge none] [--seed 1] [--alive 60] [--capacity-frac 0.1,0.2,0.33,0.5]`` replays
+the one-tier study of ``tenuto simulate`` without the engine: each pause gets its curve when it begins, room is taken from
+the lowest index of that moment, the end of a context first. What is printed is the share of the gap from LRU to the
+oracle that is closed when the statistics are
+
+- ``as it goes``: learned from nothing while the workload runs, as in the server. Differs from ``tenuto simulate`` only by
+  the engine's own economies (an index is asked for again when it has moved by a quarter);
+- ``beforehand``: taught the whole workload once before it is played: the same questions, answered with hindsight;
+- ``habits known``: beforehand, and each session's own mean log pause of each kind, its future included, is known from its
+  start: all that any history of the session could teach of its pace;
+- ``ends known`` (where no ends are told): beforehand, and whether a session returns is known, but not when.
+
+The last two are bounds that no server reaches. CPU seconds are given with each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import log
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "harness"), str(ROOT / "server")]
+
+from tenuto.wire import Forecast, PauseKind  # noqa: E402
+from tenuto_server.policy.calibration import GIVE_UP_S, PauseStats, next_pace  # noqa: E402
+from tenuto_server.policy.fates import depth_of  # noqa: E402
+from tenuto_server.policy.index import Curve  # noqa: E402
+from tenuto_server.policy.pace import Traits  # noqa: E402
+from tenuto_server.policy.retention import pause_curve  # noqa: E402
+from tenuto_server.policy.views import PauseView  # noqa: E402
+from tenuto_server.sim import oracle  # noqa: E402
+from tenuto_server.sim.formats import read  # noqa: E402
+from tenuto_server.sim.knowledge import Knowledge, PauseScale, parse_policy  # noqa: E402
+from tenuto_server.sim.traces import COMPACTED_BELOW, Session, Trace  # noqa: E402
+from tenuto_server.sim.workload import Workload, request_times, steady  # noqa: E402
+
+UNIT = 64
+TENANT = "sim"
+FORECAST_MAX_S = 30 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request and the pause after it, sizes in units. ``next_s``: when the session returns, None: never. ``kept``: how
+    much of the prompt the next one begins with; ``compacted``: it is below 0.6 of this one."""
+
+    time_s: float
+    line: int
+    prompt: int
+    shared: int
+    counts: bool
+    kind: PauseKind
+    answer: int
+    next_s: float | None
+    kept: int
+    compacted: bool
+    forecast: Forecast | None
+
+
+@dataclass(slots=True)
+class Line:
+    """A session under way and its open pause."""
+
+    paces: dict[PauseKind, float] = field(default_factory=dict)
+    lasts: dict[PauseKind, float] = field(default_factory=dict)
+    turn: Turn | None = None
+    context: int = 0
+    rhythm: int | None = None
+    traits: Traits | None = None
+    given_up: bool = False
+
+
+def turns(trace: Trace, workload: Workload, know: Knowledge) -> list[Turn]:
+    """All requests of the workload in the order in which they are sent; forecasts are those of ``tenuto simulate``."""
+    scale = PauseScale.of(trace.sessions if know.r2 is not None else (), served=True)
+    found: list[Turn] = []
+    number = 0
+    for thread in workload.threads:
+        times = request_times(thread.session, served=True)
+        begin_s = thread.start_s - times[thread.first]
+        lines = [(thread.name, thread.session, thread.first, begin_s)]
+        children = [c for c in thread.session.children if thread.first < c.after <= len(times)]
+        for k, child in enumerate(children, start=1):
+            lines.append((f"{thread.name}/{k}", child.session, 0, begin_s + times[child.after - 1]))
+        for name, session, first, start_s in lines:
+            number += 1
+            rng = Random(f"{workload.seed}/{name}")
+            found += _line(session, first, start_s, number, workload, know, scale, rng)
+    found.sort(key=lambda turn: (turn.time_s, turn.line))
+    return [turn for turn in found if turn.time_s <= workload.to_s]
+
+
+def _line(
+    session: Session,
+    first: int,
+    start_s: float,
+    number: int,
+    workload: Workload,
+    know: Knowledge,
+    scale: PauseScale,
+    rng: Random,
+) -> Iterator[Turn]:
+    times, length = request_times(session, served=True), 0
+    for i, request in list(enumerate(session.requests))[first:]:
+        count = max(1, request.prompt // UNIT)
+        shared = min(request.shared // UNIT, length, count - 1) if i > first else 0
+        after = session.requests[i + 1] if i + 1 < len(session.requests) else None
+        kept = min(after.shared // UNIT, count, max(1, after.prompt // UNIT) - 1) if after else 0
+        forecast = None
+        if know.r2 is not None:
+            p50_s, p90_s = scale.forecast(request.pause, request.away_s(served=True), know.r2, rng)
+            forecast = Forecast(p50_s=min(FORECAST_MAX_S, p50_s), p90_s=min(FORECAST_MAX_S, p90_s))
+        yield Turn(
+            start_s + times[i],
+            number,
+            count,
+            shared,
+            i > first and start_s + times[i] >= workload.from_s,
+            request.pause,
+            request.out,
+            start_s + times[i + 1] if after else None,
+            kept,
+            after is not None and after.prompt < COMPACTED_BELOW * request.prompt,
+            forecast,
+        )
+        length = count
+
+
+def habits_of(played: list[Turn]) -> dict[tuple[int, PauseKind], float]:
+    """Each session's mean log pause of each kind, all its pauses counted."""
+    logs: defaultdict[tuple[int, PauseKind], list[float]] = defaultdict(list)
+    for turn in played:
+        if turn.next_s is not None:
+            logs[turn.line, turn.kind].append(log(max(1.0, turn.next_s - turn.time_s)))
+    return {key: sum(values) / len(values) for key, values in logs.items()}
+
+
+class Pass:
+    """One pass over the turns that teaches ``stats`` and gives every pause its curve, None for one that is known to be the
+    last. ``habits``: the sessions' own means, where they are known; ``ends``: whether a session returns is known."""
+
+    def __init__(self, stats: PauseStats, know: Knowledge, *, habits: bool = False, ends: bool = False) -> None:
+        self._stats, self._know, self._habits, self._ends = stats, know, habits, ends
+        self._lines: defaultdict[int, Line] = defaultdict(Line)
+        self._waits: list[tuple[float, int, float]] = []
+
+    def run(self, played: list[Turn]) -> list[tuple[Curve, float] | None]:
+        known = habits_of(played) if self._habits else {}
+        found: list[tuple[Curve, float] | None] = []
+        for turn in played:
+            while self._waits and self._waits[0][0] <= turn.time_s:
+                self._give_up(*heapq.heappop(self._waits))
+            line = self._lines[turn.line]
+            if line.turn is not None:
+                self._end(line, turn)
+            found.append(self._begin(line, turn, known.get((turn.line, turn.kind))))
+        return found
+
+    def _give_up(self, at_s: float, number: int, began_s: float) -> None:
+        line = self._lines[number]
+        if (turn := line.turn) is not None and turn.time_s == began_s:
+            line.given_up = True
+            self._stats.observe_censored(
+                TENANT, turn.kind, GIVE_UP_S, None, turn.forecast, rhythm=line.rhythm, traits=line.traits
+            )
+
+    def _end(self, line: Line, turn: Turn) -> None:
+        before = line.turn
+        assert before is not None
+        length_s, kind = turn.time_s - before.time_s, before.kind
+        self._stats.observe(
+            TENANT,
+            kind,
+            None,
+            length_s,
+            before.forecast,
+            rhythm=line.rhythm,
+            given_up=line.given_up,
+            traits=line.traits,
+            intact=min(1.0, turn.shared / line.context),
+        )
+        line.paces[kind] = next_pace(line.paces.get(kind), kind, length_s)
+        line.lasts[kind] = log(max(length_s, 1.0))
+
+    def _begin(self, line: Line, turn: Turn, habit: float | None) -> tuple[Curve, float] | None:
+        kind, stats, know = turn.kind, self._stats, self._know
+        line.context = max(1, turn.kept) if know.compaction and turn.compacted else turn.prompt
+        line.traits = Traits(
+            habit if habit is not None else line.paces.get(kind), line.lasts.get(kind), turn.answer, turn.prompt
+        )
+        line.rhythm, line.turn, line.given_up = stats.rhythm(kind, line.traits), turn, False
+        if turn.next_s is None and (know.end or self._ends):
+            line.turn = None
+            stats.observe_end(TENANT, kind, None, turn.forecast)
+            return None
+        heapq.heappush(self._waits, (turn.time_s + GIVE_UP_S, turn.line, turn.time_s))
+        view = PauseView(
+            TENANT, kind, None, 0.0, forecast=turn.forecast, context_tokens=line.context, rhythm=line.rhythm
+        )
+        curve, _, _ = pause_curve(view, stats, hear=turn.forecast is not None)
+        return curve, stats.p_intact(kind, depth_of(line.context))
+
+
+def play(played: list[Turn], curves: list[tuple[Curve, float] | None], capacity: int, know: Knowledge) -> int:
+    """Units of reusable prefix that are missed with so much memory."""
+    held: dict[int, int] = {}
+    at: dict[int, tuple[float, Curve, float]] = {}
+    used = missed = 0
+    for turn, curve in zip(played, curves, strict=True):
+        found = held.pop(turn.line, 0)
+        used -= found
+        if turn.counts:
+            missed += turn.shared - min(found, turn.shared)
+        if turn.prompt > capacity:
+            continue
+        if used > capacity - turn.prompt:
+            now = turn.time_s
+            order = sorted((at[n][1].index_at(now - at[n][0]) * at[n][2], n) for n in held)
+            for _, n in order:
+                gone = min(held[n], used - (capacity - turn.prompt))
+                used -= gone
+                held[n] -= gone
+                if held[n] == 0:
+                    del held[n]
+                if used <= capacity - turn.prompt:
+                    break
+        if curve is None:
+            continue
+        size = turn.kept if know.compaction and turn.compacted else turn.prompt
+        if size:
+            held[turn.line], at[turn.line] = size, (turn.time_s, *curve)
+            used += size
+    return missed
+
+
+def lru(played: list[Turn], capacity: int) -> int:
+    """The same for least recently used blocks; what a new prompt no longer contains keeps its place in the order."""
+    order: list[tuple[float, int]] = []
+    sizes: dict[int, int] = {}
+    newest: dict[int, tuple[int, float]] = {}
+    used = missed = 0
+    for number, turn in enumerate(played):
+        before, before_s = newest.get(turn.line, (-1, 0.0))
+        held = sizes.pop(before, 0)
+        found = min(held, turn.shared)
+        used -= found
+        if held > found:
+            sizes[-2 - number] = held - found
+            heapq.heappush(order, (before_s, -2 - number))
+        if turn.counts:
+            missed += turn.shared - found
+        while used > capacity - turn.prompt and order:
+            _, oldest = order[0]
+            gone = min(sizes.get(oldest, 0), used - (capacity - turn.prompt))
+            used -= gone
+            if gone:
+                sizes[oldest] -= gone
+            if not sizes.get(oldest):
+                sizes.pop(oldest, None)
+                heapq.heappop(order)
+        newest[turn.line], sizes[number] = (number, turn.time_s), turn.prompt
+        used += turn.prompt
+        heapq.heappush(order, (turn.time_s, number))
+    return missed
+
+
+def belady(workload: Workload, capacity: int) -> int:
+    """The same for the oracle of ``tenuto simulate``."""
+    missed = 0
+
+    def hear(use: oracle.Use, found: int) -> None:
+        nonlocal missed
+        if use.counts:
+            missed += use.reusable - found
+
+    oracle.play(oracle.uses(workload, UNIT), capacity, hear)
+    return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--knowledge", default="none", help="as after tenuto: in tenuto simulate")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--alive", type=float, default=60.0)
+    parser.add_argument("--capacity-frac", default="0.1,0.2,0.33,0.5")
+    asked = parser.parse_args()
+    know = parse_policy(f"tenuto:{asked.knowledge}")[1]
+    trace = read(str(asked.trace))
+    workload = steady(trace, asked.alive, asked.seed, served=True)
+    played = turns(trace, workload, know)
+    fractions = [float(text) for text in asked.capacity_frac.split(",")]
+    sizes = [max(8, int(fraction * workload.live_tokens / UNIT)) for fraction in fractions]
+    ends = [(lru(played, size), belady(workload, size)) for size in sizes]
+    print(f"{asked.knowledge}, seed {asked.seed}, {workload.alive:.1f} alive, {len(played)} turns")
+    print(f"{'':14}" + "".join(f"{fraction:>8g}" for fraction in fractions) + "    mean   CPU s")
+    rows: list[tuple[str, bool, dict[str, bool]]] = [
+        ("as it goes", False, {}),
+        ("beforehand", True, {}),
+        ("habits known", True, {"habits": True}),
+    ]
+    if not know.end:
+        rows.append(("ends known", True, {"ends": True}))
+    for name, taught, more in rows:
+        began_s, stats = time.process_time(), PauseStats()
+        if taught:
+            Pass(stats, know, **more).run(played)
+        curves = Pass(stats, know, **more).run(played)
+        shares = [
+            100.0 * (worst - play(played, curves, size, know)) / (worst - best)
+            for size, (worst, best) in zip(sizes, ends, strict=True)
+        ]
+        figures = "".join(f"{share:8.1f}" for share in (*shares, sum(shares) / len(shares)))
+        print(f"{name:14}{figures}{time.process_time() - began_s:8.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
