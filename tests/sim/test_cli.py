@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tenuto_server.sim import plot
 from tenuto_server.sim.cli import compare, simulate
 
 SMALL = ["synthetic:30:1", "--alive", "10", "--window-h", "0.5", "--warm-up-h", "0.2", "--jobs", "1"]
@@ -143,3 +144,8 @@ def test_a_figure_or_a_word_about_what_it_needs(tmp_path: Path, capsys: pytest.C
     else:
         assert status == 0
         assert path.read_bytes().startswith(b"\x89PNG")
+        rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+        one = tmp_path / "one.png"
+        plot.draw([row for row in rows if row["capacity_frac"] == 0.3], one, "one capacity")
+        assert one.read_bytes().startswith(b"\x89PNG")
+        assert one.read_bytes() != path.read_bytes()
