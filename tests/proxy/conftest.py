@@ -57,9 +57,12 @@ class RunningProxy:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
 
     def settle(self) -> None:
-        """Waits until the proxy has done everything that the traffic so far gave it to do."""
+        """Waits until the proxy has done everything that the traffic so far gave it to do, and said what it had to say:
+        the next request of a test comes sooner than any agent's."""
         eventually(lambda: all(n.running == 0 for n in list(self.tracker.nodes.values())), "answers read")
         self.call(asyncio.sleep(0))
+        for client in list(self.tracker._clients.values()):
+            client.hints.flush(5.0)
 
     def start(self) -> RunningProxy:
         self._thread.start()

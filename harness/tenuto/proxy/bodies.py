@@ -72,17 +72,16 @@ class Bodies:
             self._bytes -= len(known.data)
 
     def _grown(self, scope: str, form: str, data: bytes) -> Reading | None:
-        """Reads ``data`` as what the known body that it agrees with the longest has become."""
+        """Reads ``data`` as what a known body has become. Which one makes no difference but in work."""
         best, at, count = None, 0, 0
         for (where, _), known in reversed(self._latest.items()):
             if where != scope or known.form != form:
                 continue
-            for end, messages in reversed(known.ends):
-                if end <= at:
-                    break
-                if _continues(data, known, end):
-                    best, at, count = known, end, messages
-                    break
+            found = next((e for e in reversed(known.ends) if e[0] > at and _continues(data, known, e[0])), None)
+            if found is not None:
+                best, (at, count) = known, found
+                if found == known.ends[-1]:
+                    break  # all of it: the conversation itself, most likely
         if best is None:
             return None
         middle = data[at : len(data) - len(best.closing)]
