@@ -43,7 +43,7 @@ def test_every_way_there_and_back_is_bit_equal(open_rig, tmp_path, dtype, way):
 def test_the_copies_of_a_gpu_are_those_of_a_cpu(rig, monkeypatch, piece):
     """Block copies of the kernels in the place of runs of bytes, and pieces smaller than a chunk."""
     monkeypatch.setattr(rig.store, "_device_bytes", None)
-    monkeypatch.setattr("tenuto_server.runtime.transfer._HOT_BYTES", piece * rig.store.layout.block_bytes)
+    monkeypatch.setattr("tenuto_server.runtime.transfer._PIECE_BYTES", piece * rig.store.layout.block_bytes)
     assert rig.move("device", "host", SOURCE, OTHER).ok
     rig.store.host_bytes[OTHER[4], 7] ^= 8
     rig.device[:] = 0

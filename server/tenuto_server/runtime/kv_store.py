@@ -50,6 +50,11 @@ class KVStore:
         self._device_bytes = as_bytes(self.device_pool) if self.device.type == "cpu" else None
         self.stream = _new_stream(self.device) if self.device.type == "cuda" else None
 
+    @property
+    def plain(self) -> bool:
+        """The device pool is ordinary memory of this machine, and its blocks are copied as runs of bytes."""
+        return self._device_bytes is not None
+
     def staging(self, blocks: int) -> torch.Tensor:
         """A host buffer of that many blocks, page-locked beside CUDA, beginning on a page."""
         if self.device.type == "cuda":
