@@ -14,7 +14,9 @@ _WEIGHT_MIN = 0.02
 _GAIN_DECAY = 0.98
 _GAIN_RANGE = (-10.0, 8.0)
 _K_SCORE = 4.0
-_SCORE_WINDOW = 50.0
+_SCORE_WINDOW, _SCORE_WINDOW_DOUBTED = 400.0, 50.0
+"""Scored pauses that shift and spread remember, of a client that does better than nothing and of any other. 50 leave a variance
+uncertain by a fifth, and a look's precision is a difference of two such; a client that is doubted is learned afresh sooner."""
 
 
 def _clip(value: float, low: float, high: float) -> float:
@@ -49,7 +51,8 @@ class Score:
         self._gain(calibrated.log_density(log_length) - log_density_known)
         pit = calibrated.cdf([exp(log_length)], [log_length])[0]
         stated = LogNormal.read(forecast)
-        rate = 1.0 / (min(self.n, _SCORE_WINDOW) + _K_SCORE + 1.0)
+        window = _SCORE_WINDOW if self.gain > 0.0 else _SCORE_WINDOW_DOUBTED
+        rate = 1.0 / (min(self.n, window) + _K_SCORE + 1.0)
         error = log_length - stated.log_median - self.shift
         # Clipped, so that one pause of a wrong kind does not move the median of all.
         bound = 3.0 * max(stated.sigma * self.spread2**0.5, 0.5)
