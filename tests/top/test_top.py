@@ -182,7 +182,15 @@ def test_live_until_interrupted(server: Server) -> None:
     """In a terminal of its own: it redraws, and ends on Ctrl-C with the shell's status for it."""
     main, side = os.openpty()
     command = [sys.executable, "-m", "tenuto", "top", "--url", server.url, "--every", "0.1"]
-    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env={**os.environ, "TERM": "xterm"})
+    process = subprocess.Popen(
+        command,
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env={**os.environ, "TERM": "xterm"},
+        # Whoever runs the tests in the background of a shell may have Ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(side)
     try:
         seen = b""
