@@ -122,7 +122,7 @@ def test_damage_between_lives(serve: Any, cold: Any, tmp_path: Path) -> None:
 
 
 def test_what_pauses_taught_survives_and_damage_to_it_does_not_matter(serve: Any, tmp_path: Path) -> None:
-    options = (*TIERS, "--disk-dir", str(tmp_path / "kv"))
+    options = (*TIERS, "--policy", "tenuto", "--disk-dir", str(tmp_path / "kv"))  # lru learns nothing
 
     def live(*, known: bool) -> int:
         """One life with two pauses of a session; how many its file tells of."""
