@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from tenuto_kernels import lower
 from tenuto_kernels.cpu import native
 from tenuto_kernels.layout import KVLayout
 from tenuto_kernels.lower import LowerForm, LowerKind
@@ -41,7 +42,7 @@ def test_the_error_is_half_a_step(
     """A step is 1/127 of the group's largest for int8 (the scale, rounded up to bf16, up to 1/128 more), and for fp8 1/8 of
     the number itself above 2^-6 of 1/448; bf16 and fp16 round once more on the way back."""
     if not use_native:
-        monkeypatch.setattr("tenuto_kernels.lower.library", lambda: None)
+        monkeypatch.setattr(lower, "library", lambda: None)
     layout = KVLayout(2, 2, 32, 4, dtype)
     blocks = numbers(layout, 3)
     if dtype == torch.float16:
@@ -70,7 +71,7 @@ def test_native_and_definition_give_the_same_bytes(
     packed, back = form.allocate(4), torch.empty_like(blocks)
     form.pack(blocks, packed)
     form.unpack(packed, back)
-    monkeypatch.setattr("tenuto_kernels.lower.library", lambda: None)
+    monkeypatch.setattr(lower, "library", lambda: None)
     defined, back_defined = form.allocate(4), torch.empty_like(blocks)
     form.pack(blocks, defined)
     form.unpack(defined, back_defined)
@@ -112,5 +113,5 @@ def test_native_is_faster_than_the_definition(monkeypatch: pytest.MonkeyPatch, k
         return time.process_time() - began
 
     fast = min(cpu_s() for _ in range(3))
-    monkeypatch.setattr("tenuto_kernels.lower.library", lambda: None)
+    monkeypatch.setattr(lower, "library", lambda: None)
     assert fast < min(cpu_s() for _ in range(3))

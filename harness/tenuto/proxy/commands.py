@@ -193,7 +193,7 @@ async def _serve(args: argparse.Namespace, upstream: Upstream, host: str, port: 
         _say(f"{upstream.url} does not answer yet")
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):
+        with contextlib.suppress(NotImplementedError):  # no such handlers on this platform
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         await stop.wait()

@@ -55,14 +55,16 @@ class Link:
     def ready(self) -> h11.Event | None:
         """The next event where it has arrived with the one before; None otherwise."""
         event = self.h11.next_event()
-        return None if event is h11.NEED_DATA or event is h11.PAUSED else event  # type: ignore[return-value]
+        return event if isinstance(event, h11.Event) else None
 
     async def receive(self) -> h11.Event | type[h11.PAUSED]:
         """The next event. Raises ``ConnectionError`` when the upstream closes in the middle of an answer."""
         while True:
             event = self.h11.next_event()
-            if event is not h11.NEED_DATA:
-                return event  # type: ignore[return-value]
+            if isinstance(event, h11.Event):
+                return event
+            if event is h11.PAUSED:
+                return h11.PAUSED
             data = await self._reader.read(READ_BYTES)
             if not data and self.h11.their_state is h11.SEND_RESPONSE:
                 raise ConnectionResetError("the upstream closed the connection before it answered")

@@ -18,9 +18,9 @@ def move_kernel(
     src_index_ptr,
     dst_index_ptr,
     words,
-    SRC_INDEXED: tl.constexpr,  # noqa: N803
-    DST_INDEXED: tl.constexpr,  # noqa: N803
-    WORDS: tl.constexpr,  # noqa: N803
+    SRC_INDEXED: tl.constexpr,
+    DST_INDEXED: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Block i of the source to block i of the destination, either of them through an index."""
     number = tl.program_id(0).to(tl.int64)

@@ -58,16 +58,16 @@ def decode_kernel(
     layer_offset,
     stride_table,
     window,
-    HKV: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    DP: tl.constexpr,  # noqa: N803
-    BS: tl.constexpr,  # noqa: N803
-    BLOCK_G: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    FP32: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FP32: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """With one part the result goes to `out`; else to `part` [R, HKV * GROUP, SPLITS, D] and `lse` [.., SPLITS]."""
     index = tl.program_id(0)
@@ -120,10 +120,10 @@ def combine_kernel(
     row_ptr,
     start_ptr,
     out_ptr,
-    HQ: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    DP: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Merge the parts of one row and query head: the mean of their results weighted by 2^lse."""
     index = tl.program_id(0)

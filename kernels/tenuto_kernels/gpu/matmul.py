@@ -58,8 +58,8 @@ def _group(
     rows,
     outputs,
     stride_x,
-    BITS: tl.constexpr,  # noqa: N803
-    FP32: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,
+    FP32: tl.constexpr,
 ):
     """acc [M, N] + the product of one group of 32 inputs; `codes` [32, N]."""
     inside = output < outputs
@@ -87,20 +87,20 @@ def matmul_kernel(
     rows,
     outputs,
     stride_x,
-    GROUPS: tl.constexpr,  # noqa: N803
-    BITS: tl.constexpr,  # noqa: N803
-    BIAS: tl.constexpr,  # noqa: N803
-    FP32: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    FP32: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Tile (program 0: outputs, program 1: rows) of x [rows, 32 * GROUPS] times the weight; with several parts (program 2)
     the sums go to `part` [SPLITS, rows, outputs] in fp32. Codes are [outputs, 32 * GROUPS] or, with 4 bits, half as wide:
     the low nibble of column c is input c, the high one input c + 16 * GROUPS. Scales and minima: [GROUPS, outputs]."""
     # Of 4 bits, one load of codes serves two groups.
-    LOADS: tl.constexpr = GROUPS if BITS == 8 else GROUPS // 2  # noqa: N806
-    CHUNK: tl.constexpr = (LOADS + SPLITS - 1) // SPLITS  # noqa: N806
+    LOADS: tl.constexpr = GROUPS if BITS == 8 else GROUPS // 2
+    CHUNK: tl.constexpr = (LOADS + SPLITS - 1) // SPLITS
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     split = tl.program_id(2)
@@ -138,9 +138,9 @@ def add_parts_kernel(
     out_ptr,
     count,
     outputs,
-    BIAS: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """out [count] = the sum of `part` [SPLITS, count], always in the same order, and the bias of its column."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -54,15 +54,15 @@ def prefill_kernel(
     layer_offset,
     stride_table,
     window,
-    HKV: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    DP: tl.constexpr,  # noqa: N803
-    BS: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    FP32: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP32: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """A tile starts at absolute position `tile_first`, which may lie before its row: those queries are padding."""
     tile = tl.program_id(0)
@@ -72,7 +72,7 @@ def prefill_kernel(
     begin = tl.load(start_ptr + row)
     row_first = tl.load(context_ptr + row) - (tl.load(start_ptr + row + 1) - begin)
     context = tl.load(context_ptr + row)
-    QUERIES: tl.constexpr = BLOCK_M // GROUP  # noqa: N806
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
 
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DP)

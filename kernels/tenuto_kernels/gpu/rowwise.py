@@ -24,9 +24,9 @@ def rms_norm_kernel(
     out_ptr,
     eps,
     stride_x,
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    ADD: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     """Part `program 1` of token `program 0`. With ADD, x + delta is rounded, kept in `sum` and normalised instead of x."""
     token = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def silu_mul_kernel(
     gate_up_ptr,
     out_ptr,
     width,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -76,13 +76,13 @@ def rope_store_kernel(
     stride_v,
     stride_block,
     layer_offset,
-    HQ: tl.constexpr,  # noqa: N803
-    HKV: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    BS: tl.constexpr,  # noqa: N803
-    HQP: tl.constexpr,  # noqa: N803
-    HKVP: tl.constexpr,  # noqa: N803
-    PAIRS: tl.constexpr,  # noqa: N803
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BS: tl.constexpr,
+    HQP: tl.constexpr,
+    HKVP: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """One token: q [HQ, D] is rotated in place, k rotated into the pool's slot, v copied there. A negative slot (padding)
     stores nothing. HQP, HKVP and PAIRS: HQ, HKV and D / 2 as powers of two."""

@@ -23,7 +23,7 @@ def _weights(
     vocab,
     best,
     temperature,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     """exp((logit - best) / temperature), in (0, 1] relative to the row's largest; 0 past the end."""
     column = start + tl.arange(0, BLOCK)
@@ -38,9 +38,9 @@ def _reached(
     best,
     temperature,
     least,
-    MASS: tl.constexpr,  # noqa: N803
-    LEVELS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    MASS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """For each of `least` [LEVELS] the sum (MASS) or number of the weights that are not below it: fp64 [LEVELS]."""
     total = tl.zeros((BLOCK, LEVELS), dtype=tl.float32)
@@ -61,8 +61,8 @@ def _threshold(
     temperature,
     floor,
     wanted,
-    MASS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The largest t in [floor, 1] for which the weights >= t reach `wanted`."""
     bits = tl.full((1,), 0, tl.int32)
@@ -83,7 +83,7 @@ def _drawn(
     temperature,
     floor,
     u,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     """The first column at which the cumulative weight exceeds u times the total, over the weights >= floor."""
     wanted = u * _reached(row_ptr, vocab, best, temperature, floor, True, 1, BLOCK)
@@ -111,7 +111,7 @@ def sample_kernel(
     rows,
     vocab,
     stride_logits,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     """`settings` fp64 [4, rows]: temperature, top_k, top_p, u; `out` int64 [rows], -1 for a row without a distribution."""
     row = tl.program_id(0)

@@ -29,14 +29,14 @@ def fold_keys(
     window,
     scale_log2,
     stride_block,
-    HKV: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    DP: tl.constexpr,  # noqa: N803
-    BS: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    FP32: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP32: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """Online softmax over keys `first_key ... first_key + BLOCK_N` (Milakov and Gimelshein 2018, in base 2).
 

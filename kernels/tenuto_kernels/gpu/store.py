@@ -18,10 +18,10 @@ def store_kernel(
     stride_v,
     stride_block,
     layer_offset,
-    HKV: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    BS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
