@@ -9,7 +9,6 @@ httpx takes longer to import than all the rest: the hint sender's thread does it
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import secrets
 import threading
@@ -479,7 +478,7 @@ def connect_sync(base_url: str | None = None, **options: Any) -> Client:
 
 def _import_httpx(now_s: float) -> None:
     """A timer of the sender: has the library ready for the first request."""
-    importlib.import_module("httpx")
+    import httpx  # noqa: F401  (imported for its effect alone)
 
 
 @contextlib.contextmanager
