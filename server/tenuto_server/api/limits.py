@@ -34,6 +34,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # long is read and thrown away, within these bounds.
 _DISCARD_BYTES_MAX = 64 * 2**20
 _DISCARD_S_MAX = 10.0
+_HANDSHAKE_LINE, _HANDSHAKE_LINES = (
+    8188,
+    128,
+)  # the WebSocket library's own limits, less what stands between name and value
 
 
 class Limits:
@@ -64,9 +68,7 @@ class Limits:
                 headers["x-request-id"] = headers["request-id"] = request_id
             await send(message)
 
-        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope.get("raw_path") or b"")
-        size += len(scope.get("query_string") or b"")
-        if size > self._header_bytes_max:
+        if header_bytes(scope) > self._header_bytes_max:
             error = headers_too_large(self._header_bytes_max)
             await error.response(scope["path"], request_id)(scope, receive, send_named)
             return
@@ -78,6 +80,12 @@ class Limits:
             await body_too_large(limit).response(scope["path"], request_id)(scope, receive, send_named)
             return
         await self._app(scope, counted, send_named)
+
+
+def header_bytes(scope: Scope) -> int:
+    """What a request's head weighs: its headers, path and query."""
+    size = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope.get("raw_path") or b"")
+    return size + len(scope.get("query_string") or b"")
 
 
 class _CountedBody:
@@ -206,7 +214,25 @@ class HttpProtocol(H11Protocol):
             self.transport.close()  # an answer is already on its way: nothing sensible can be added to it
             return
         limit = self.config.h11_max_incomplete_event_size or 0
-        error = headers_too_large(limit) if len(self.conn.trailing_data[0]) > limit else bad_request(msg, code="http")
+        self._refuse(
+            headers_too_large(limit) if len(self.conn.trailing_data[0]) > limit else bad_request(msg, code="http")
+        )
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hands the connection over to the WebSocket protocol, which says nothing at all about a head that it cannot read
+        (a line above 8 KiB, more than 128 of them, another method than GET): that is answered here."""
+        super().handle_websocket_upgrade(event)
+        if not getattr(self.transport.get_protocol(), "handshake_initiated", True):
+            longest = max(len(name) + len(value) for name, value in event.headers)
+            if longest > _HANDSHAKE_LINE or len(event.headers) > _HANDSHAKE_LINES:
+                message = (
+                    f"headers: a WebSocket's handshake takes {_HANDSHAKE_LINES} of up to {_HANDSHAKE_LINE} bytes each"
+                )
+                self._refuse(ApiError(431, message, param="headers", code="headers_too_large"))
+            else:
+                self._refuse(bad_request("this is no WebSocket handshake", code="http"))
+
+    def _refuse(self, error: ApiError) -> None:
         body = encode_json(error.body())
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (
