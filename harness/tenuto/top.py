@@ -128,10 +128,15 @@ def rows(sessions: Iterable[SessionView]) -> list[Row]:
 def _cells(view: SessionView) -> dict[str, str]:
     prompt = view.last.prompt_tokens if view.last is not None else 0
     lease = view.lease
+    pause = (view.pause_kind or "") if view.state == "paused" else ""
+    if (
+        view.state == "ended" and lease is not None
+    ):  # no promise for a next turn, but what it asked to be kept in case it is resumed
+        pause, lease = f"kept {duration(lease.until_s)}", None
     return {
         "session": view.id,
         "state": view.state,
-        "pause": (view.pause_kind or "") if view.state == "paused" else "",
+        "pause": pause,
         "since": duration(view.pause_age_s) if view.state == "paused" else "",
         "lease": f"{lease.tier} {duration(lease.until_s)}" if lease is not None else "",
         "tier": _tiers(view),

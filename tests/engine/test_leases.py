@@ -64,6 +64,43 @@ def test_a_client_that_ends_takes_the_promise_back_itself(kit: SimpleNamespace) 
     assert "leases_broken_total" not in world.engine.metrics()
 
 
+@pytest.mark.parametrize("keep_s", [60.0, 5.0])
+def test_an_end_that_asks_to_be_kept_shortens_an_older_promise_to_that(kit: SimpleNamespace, keep_s: float) -> None:
+    """Before a person's long pause the promise may reach an hour; whoever then ends and says five minutes gets no more."""
+    world = kit.world("tenuto", device=200)
+    ask(world, "s", words(kit, 40))
+    human = AgentPause(session="s", seq=1, kind="human", forecast=Forecast(p50_s=1200.0, p90_s=2400.0))
+    first = tell(world, human).lease
+    assert first is not None
+    assert first.until_s > 600.0
+    kept = tell(world, AgentEnd(session="s", seq=2, keep_s=keep_s)).lease
+    assert kept is None or kept.until_s <= keep_s
+    session = world.engine.core.sessions.find("t", "s")
+    assert session is not None
+    assert session.retention is not None
+    before = session.retention.rate
+    world.run(until_s=world.now_s + keep_s + 1.0)
+    ask(world, "other", words(kit, 8))  # the engine's clock moves with its steps
+    assert (session.state, session.lease(world.engine.core.now_ns)) == ("ended", None)
+    assert session.retention.rate == 0.0 <= before  # priced as what nobody comes back to
+    assert {e.rate for e in world.engine.core.cache.context(session.handle)} == {0}
+    assert "leases_broken_total" not in world.engine.metrics()
+
+
+def test_a_liars_end_is_promised_nothing(kit: SimpleNamespace) -> None:
+    """Its blocks are priced by what it does, not by what it says; but nobody asked for a promise."""
+    world = kit.world("tenuto", device=200)
+    prompt = words(kit, 40)
+    for number in range(8):
+        ask(world, "s", prompt)
+        tell(world, AgentEnd(session="s", seq=number + 1))
+    session = world.engine.core.sessions.find("t", "s")
+    assert session is not None
+    assert session.retention is not None
+    assert session.retention.rate > 0.0
+    assert session.lease(world.engine.core.now_ns) is None
+
+
 def test_a_free_slot_is_not_room_that_can_be_promised(kit: SimpleNamespace) -> None:
     """Sessions that return within seconds displace each other; one that returns in hours is promised nothing there, though
     the last eviction left a few slots free."""

@@ -212,6 +212,31 @@ def test_a_side_call_in_a_tool_pause_does_not_end_it(proxies: Make, fake: FakeSe
     assert node.pause is pause is not None
 
 
+@pytest.mark.parametrize("folder", ["claude-code-2.1.332", "codex-0.171.0", "opencode-1.18.33"])
+def test_a_last_word_without_tools_is_a_turn_and_a_title_is_none(proxies: Make, fake: FakeServer, folder: str) -> None:
+    """Of a client that is not known: it is a turn where it goes on from the answer, and no turn with the first words alone."""
+    proxy = proxies(fake.url)
+    scenario = "tool_roundtrip_chat" if "opencode" in folder else "tool_roundtrip"
+    *_, first, second = recorded(f"{folder}/{scenario}")
+    field = "input" if "input" in first["body"] else "messages"
+    fake.reply("", ECHO)
+    named = {**headers_of(first), "User-Agent": "an-agent/1.0", "X-Session-ID": "s"}
+    proxy.post(first["path"], first["body"], named)
+    proxy.settle()
+    (node,) = proxy.tracker.nodes.values()
+    pause, known = node.pause, node.prompt
+    bare = {name: value for name, value in second["body"].items() if name not in ("tools", "tool_choice")}
+    title = {**bare, field: [*first["body"][field], {"role": "user", "content": "a title, please"}]}
+    proxy.post(first["path"], title, named)
+    proxy.settle()
+    assert (node.pause, node.prompt, node.turns) == (pause, known, 1)
+    proxy.post(second["path"], bare, named)
+    proxy.settle()
+    assert node.turns == 2
+    assert node.pause is not pause is not None
+    assert len(proxy.tracker.nodes) == 1
+
+
 def test_geminis_router_calls_open_no_session(proxies: Make, fake: FakeServer) -> None:
     """The dialect is passed on and read, whatever the server makes of it."""
     proxy = proxies(fake.url)

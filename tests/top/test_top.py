@@ -44,7 +44,12 @@ SESSIONS: list[dict[str, Any]] = [
             "divergence": {"token": 8000, "tokens_lost": 1500, "message": 3, "part": "message"},
         },
     },
-    {"id": "orphan", "parent": "long gone", "state": "ended"},
+    {
+        "id": "orphan",
+        "parent": "long gone",
+        "state": "ended",
+        "lease": {"until_s": 240.0, "tier": "device", "tokens": 9},
+    },
 ]
 HEALTH = {"status": "ok", "model": "toy", "problems": []}
 
@@ -108,6 +113,9 @@ def test_the_tree_and_what_is_known_of_each_session(server: Server) -> None:
     ):
         assert shown in main
     assert child.startswith("└ child")
+    # Who has ended holds no promise for a next turn; what it asked to be kept is told as that.
+    assert "kept 4m00s" in orphan
+    assert "device" not in orphan
     assert "Explore" in child
     assert orphan.startswith("orphan")
 

@@ -95,6 +95,14 @@ class Node:
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
+    def beside(self, tools: tuple[str, ...], prompt: Prompt) -> bool:
+        """Whether a request in this conversation's name is no turn of it: it has no tools where the turns have some, and
+        does not go on from an answer (an answer and what is said to it are two messages at least)."""
+        if tools or not self.tools or self.prompt is None:
+            return False
+        old, new = self.prompt.messages, prompt.messages
+        return not (len(new) >= len(old) + 2 and new[: len(old)] == old)
+
     def turn(self, model: str | None, tools: tuple[str, ...], prompt: Prompt, window: str | None) -> None:
         """A request of this conversation arrived."""
         self.running += 1

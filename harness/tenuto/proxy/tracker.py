@@ -113,11 +113,11 @@ class Tracker:
                 if node is not None:
                     node.end_pause()
                 return
-            if content.kind in ("prewarm", "side") or (content.kind == "turn" and node.tools and not content.tools):
+            prompt = ticket.prompt or self._prompt(ticket, content)
+            if content.kind in ("prewarm", "side") or (content.kind == "turn" and node.beside(content.tools, prompt)):
                 return  # it shares the session's name, but is no turn of it
             if ticket.reading is not None:
                 self._bodies.keep(ticket.scope, node.name, ticket.reading)
-            prompt = ticket.prompt or self._prompt(ticket, content)
             window = window_of(ticket.headers)
             ticket.counts = True
             if node.parent is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +26,15 @@ ASKS = frozenset(
 
 _SUMMARY_REQUESTS = ("CRITICAL: Respond with TEXT ONLY", "CONTEXT CHECKPOINT COMPACTION")
 _SUMMARY_BEGINNINGS = ("This session is being continued", "Another language model started")
-_ALWAYS_TOOLS = ("opencode/",)
+# First words of the user agents of coding agents whose every turn has tools, unless their user takes all of them away.
+_ALWAYS_TOOLS = ("claude-cli/", "codex", "opencode/", "QwenCode/", "GeminiCLI", "pi/")
+# What a call for a title, a topic or a line of summary says first, in any client's words.
+_TITLES = re.compile(
+    r"\btitle generator\b|\b(?:generat|creat|writ|giv|suggest|extract|detect|summari[sz]|analy[sz])\w*\b[^.\n]{0,80}"
+    r"\b(?:titles?|topics?|subject line)\b|\bsummari[sz]e\b[^.\n]{0,80}\b\d+ (?:characters|words)\b",
+    re.IGNORECASE,
+)
+_TITLE_HEAD_CHARS = 300
 _TURN_METADATA = "x-codex-turn-metadata"
 _WINDOW = "x-codex-window-id"
 
@@ -33,14 +42,17 @@ _WINDOW = "x-codex-window-id"
 @dataclass(frozen=True, slots=True)
 class Clues:
     """``window``: the number of the context window, which grows with each compaction. ``continues_summary``: the
-    conversation begins with a summary of an older one. ``agent``: the name or type of the subagent that speaks. ``alone``: a
-    client whose turns all have tools asks something without any and without a history: for a title, before the first turn."""
+    conversation begins with a summary of an older one. ``agent``: the name or type of the subagent that speaks. ``opening``:
+    nothing was answered yet. ``toolless``: no tools, from a client whose turns have some. ``titles``: no tools, and the words
+    of a call for a title."""
 
     kind: Kind = "turn"
     window: int | None = None
     continues_summary: bool = False
     agent: str | None = None
-    alone: bool = False
+    opening: bool = False
+    toolless: bool = False
+    titles: bool = False
 
 
 def read_clues(headers: Mapping[str, str], raw: Mapping[str, Any], talk: Conversation, prewarm: bool) -> Clues:
@@ -62,9 +74,9 @@ def read_clues(headers: Mapping[str, str], raw: Mapping[str, Any], talk: Convers
         _window(told.get(_WINDOW)),
         any(text.lstrip().startswith(_SUMMARY_BEGINNINGS) for text in users),
         _agent(headers, metadata),
-        headers.get("user-agent", "").startswith(_ALWAYS_TOOLS)
-        and not talk.tools
-        and all(message["role"] != "assistant" for message in talk.messages),
+        opening=all(message["role"] != "assistant" for message in talk.messages),
+        toolless=not talk.tools and headers.get("user-agent", "").startswith(_ALWAYS_TOOLS),
+        titles=not talk.tools and bool(talk.messages) and _asks_for_title(talk.messages[0]["content"]),
     )
 
 
@@ -76,6 +88,10 @@ def bare_name(tool: str) -> str:
 def _asks_for_summary(text: str) -> bool:
     head = text[:4096]
     return head.lstrip().startswith(_SUMMARY_REQUESTS[0]) or _SUMMARY_REQUESTS[1] in head
+
+
+def _asks_for_title(text: str) -> bool:
+    return _TITLES.search(text[:_TITLE_HEAD_CHARS]) is not None
 
 
 def _window(value: Any) -> int | None:

@@ -84,8 +84,7 @@ class Traffic:
         """A request has come; it is not submitted yet."""
         arrival = Arrival(clues.kind, identity, outline, clues)
         record = self._records.get((tenant, identity.session)) if identity.session is not None else None
-        alone = record is None and identity.session is not None and clues.alone
-        if clues.kind == "turn" and (alone or (record is not None and _is_side_call(record.outline, outline))):
+        if clues.kind == "turn" and _is_side_call(record, identity, clues, outline):
             arrival.kind = "side"
             self._note(arrival, "side_call")
         elif record is None and identity.parent is None:
@@ -218,12 +217,25 @@ class Traffic:
         self.counts[what] += 1
 
 
-def _is_side_call(last: Outline, new: Outline) -> bool:
-    """A request in a session's name that is no turn of it: without tools where the session had some, or for another
-    model with another system prompt, and sharing none of its messages."""
-    if not last.tools or shared_messages(last, new):
+def _is_side_call(record: _Record | None, identity: Identity, clues: Clues, new: Outline) -> bool:
+    """Whether a request is no turn of its session but asks something beside it: for a title, a topic, a summary.
+
+    Before the first turn only the client and its words tell. Behind a turn with tools it is what comes without any: from a
+    client that always has some in any case, from others unless it goes on from that turn's answer or, under the same system
+    prompt, from an earlier point. So is what another model is asked under another system prompt, with no message in common."""
+    if record is None:
+        asks = clues.toolless or (clues.titles and identity.session is not None)
+        return asks and clues.opening and identity.parent is None
+    last = record.outline
+    if not last.tools:
         return False
-    return not new.tools or (new.model != last.model and new.system != last.system)
+    same = shared_messages(last, new)
+    if new.tools:
+        return not same and new.model != last.model and new.system != last.system
+    if clues.toolless:
+        return True
+    answered = same == len(last.messages) < len(new.messages) and new.messages[same][1] == "assistant"
+    return not answered and (new.system != last.system or not same)
 
 
 def _was_side_call(last: Outline, new: Outline) -> bool:

@@ -161,9 +161,11 @@ class RetentionKeeper:
 
     def _grant(self, session: Session, decision: Retention) -> None:
         core = self._core
-        if session.ended and not decision.lease_s:
-            session.lease_until_ns = 0  # its own word
-            return
+        if session.ended:  # its own word takes back what it was promised before, but for what it asked to be kept
+            left_ns = int(self._kept_s(session) * SECOND_NS) if decision.lease_s else 0
+            session.lease_until_ns = min(session.lease_until_ns, core.now_ns + left_ns) if left_ns else 0
+            if not left_ns:
+                return
         crowded = core.cache.tiers.shares.over(core.owner(session.tenant))
         if crowded & (1 << TIERS.index(decision.lease_tier)) and not session.leased(core.now_ns):
             return  # nothing is promised beyond a tenant's share
@@ -181,6 +183,11 @@ class RetentionKeeper:
             core.count("leases_granted")
         session.lease_until_ns, session.lease_tier = until_ns, decision.lease_tier
         session.lease_tokens = sum(core.cache.resident_tokens(session.handle).values())
+
+    def _kept_s(self, session: Session) -> float:
+        """For how much longer a session that has ended asked to be kept."""
+        pause = session.pause
+        return 0.0 if pause is None else max(0.0, (pause.end_keep_s or 0.0) - pause.elapsed_s(self._core.now_ns))
 
     def _at(self, heap: list[tuple[int, int, int, int]], session: Session, delay_s: float) -> None:
         self._ticket += 1
