@@ -128,7 +128,7 @@ def rows(sessions: Iterable[SessionView]) -> list[Row]:
 def _cells(view: SessionView) -> dict[str, str]:
     prompt = view.last.prompt_tokens if view.last is not None else 0
     lease = view.lease
-    pause = (view.pause_kind or "") if view.state == "paused" else ""
+    pause: str = (view.pause_kind or "") if view.state == "paused" else ""
     if (
         view.state == "ended" and lease is not None
     ):  # no promise for a next turn, but what it asked to be kept in case it is resumed
