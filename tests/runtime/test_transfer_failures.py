@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tenuto_server.runtime import transfer
 from tenuto_server.runtime.disk import DiskTier
 from tenuto_server.runtime.disk_io import SegmentFile
 
@@ -158,8 +159,8 @@ def test_a_fault_of_the_worker_costs_its_chunk_and_no_source(stocked, monkeypatc
     if "disk" in (src, dst):
         stocked.disk.calls = 2
     else:
-        name = "arriving" if src == "device" else "send"
-        real, calls = getattr(stocked.store, name), []
+        name = "copy_summed" if src == "device" else "copy_checked"
+        real, calls = getattr(transfer, name), []
 
         def second_fails(*args):
             calls.append(1)
@@ -167,7 +168,7 @@ def test_a_fault_of_the_worker_costs_its_chunk_and_no_source(stocked, monkeypatc
                 raise RuntimeError("worker fault")
             return real(*args)
 
-        monkeypatch.setattr(stocked.store, name, second_fails)
+        monkeypatch.setattr(transfer, name, second_fails)
     done = stocked.move(src, dst, SLOTS, TARGETS)
     assert (done.ok, done.bad, done.failed) == (True, (), SECOND_CHUNK)
     assert "worker fault" in done.reason

@@ -27,7 +27,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 BUILD_LIMIT_S = 120.0
-_SOURCES = ("native.cpp", "native_attention.cpp", "native_decoder.cpp", "native_lower.cpp")
+_SOURCES = ("native.cpp", "native_attention.cpp", "native_decoder.cpp", "native_lower.cpp", "native_blocks.cpp")
 _HEADERS = ("native.h", "native_ops.h", "native_attention.h", "native_pool.h")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-Wno-ignored-attributes")
 
@@ -44,8 +44,17 @@ _SIGNATURES = {
     "tn_forward": [_pointer, _pointer, _pointer, _pointer, _int],
     "tn_lower_pack": [_pointer, _int, _pointer, _long, _long, _int],
     "tn_lower_unpack": [_pointer, _pointer, _int, _long, _long, _int],
+    "tn_copy_blocks": [*[_pointer] * 4, _long, _long, *[_pointer] * 3],
 }
-_RETURNING = ("tn_panel_width", "tn_panel_bytes", "tn_rope_store", "tn_paged_decode", "tn_paged_prefill", "tn_forward")
+_RETURNING = (
+    "tn_panel_width",
+    "tn_panel_bytes",
+    "tn_rope_store",
+    "tn_paged_decode",
+    "tn_paged_prefill",
+    "tn_forward",
+    "tn_copy_blocks",
+)
 
 
 class BuildError(Exception):

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tenuto_server.errors import UNWRITABLE, ConfigError
-from tenuto_server.runtime.blocks import HASH_BYTES, Bytes, Slots, block_sum, runs
+from tenuto_server.runtime.blocks import HASH_BYTES, Bytes, Slots, block_sums, runs
 from tenuto_server.runtime.disk_index import MAGIC, DiskIndex, Stored
 from tenuto_server.runtime.disk_io import ReadAhead, SegmentFile
 
@@ -211,7 +211,7 @@ class DiskTier:
                 continue
             damaged.extend(range(first + got // self.block_bytes, last))
         sums = [0] * len(slots)
-        short = set(damaged)
+        short, found = set(damaged), block_sums(hashes, out)
         for at in range(len(slots)):
             if at in failed:
                 continue
@@ -222,7 +222,7 @@ class DiskTier:
                 self.counts["missing"] += 1
                 bad.add(at)
                 short.discard(at)
-            elif at in short or (block_sum(wanted, out[at]) != stored.check):
+            elif at in short or found[at] != stored.check:
                 self.counts["checksum_errors"] += 1
                 bad.add(at)
                 short.add(at)

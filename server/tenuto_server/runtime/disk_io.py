@@ -8,6 +8,7 @@ where buffer and place are aligned to pages and the file system allows it; every
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -21,6 +22,7 @@ import numpy as np
 from tenuto_server.runtime.blocks import Bytes
 
 ALIGNMENT = 4096
+_HUGE_PAGE = 2 << 20
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 _DIRECT: int | None = getattr(os, "O_DIRECT", None)
 
@@ -28,8 +30,17 @@ Result = TypeVar("Result")
 
 
 def aligned(count: int) -> Bytes:
-    """``count`` zero bytes, resident, beginning on a page: what O_DIRECT reads into."""
-    array = np.frombuffer(mmap.mmap(-1, count), np.uint8)
+    """``count`` zero bytes, resident, beginning on a page: what O_DIRECT reads into. Many of them on huge pages where the system
+    grants them: a disk takes a request in so many pieces of memory at most, and of pages of 4 KiB that is soon reached."""
+    if count < _HUGE_PAGE:
+        array = np.frombuffer(mmap.mmap(-1, count), np.uint8)
+    else:
+        region = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
+            region.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(region, np.uint8)
+        skip = -whole.ctypes.data % _HUGE_PAGE
+        array = whole[skip : skip + count]
     array[:] = 0
     return array
 

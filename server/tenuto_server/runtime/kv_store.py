@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from tenuto_kernels.cpu.native_build import library
 from tenuto_kernels.layout import KVLayout
 from tenuto_kernels.lower import LowerForm
 from tenuto_kernels.ops import gather_blocks, scatter_blocks
@@ -44,11 +45,17 @@ class KVStore:
         self.device_pool = layout.allocate(device_blocks, self.device)
         self.host_pool = (lower or layout).allocate(host_blocks, "cpu", pin=True) if host_blocks else None
         self.host_sums = np.zeros(host_blocks, dtype=np.uint32)
+        library()  # built here if it must be, not by the first copy that a turn waits for
         self.host_bytes = as_bytes(self.host_pool) if self.host_pool is not None else None
         # On a CPU "device" both pools are plain memory: NumPy copies run by run on the calling thread alone, where a
         # torch copy would start a second team of OpenMP threads beside the one that computes.
         self._device_bytes = as_bytes(self.device_pool) if self.device.type == "cpu" else None
         self.stream = _new_stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def device_bytes(self) -> Bytes | None:
+        """The device pool, where it is ordinary memory of this machine and blocks keep their form below it."""
+        return self._device_bytes if self.lower is None else None
 
     @property
     def plain(self) -> bool:
