@@ -77,6 +77,24 @@ def test_few_observations_move_little() -> None:
     assert bisect_right(after, 300.0) / 64 == pytest.approx(1.0 - 0.032**kept, abs=0.02)
 
 
+def test_below_the_tenant_a_level_is_worth_the_pauses_that_five_ends_take() -> None:
+    stats = PauseStats()
+    for i in range(200):
+        if i % 2:
+            stats.observe("t", "tool", None, 9.0)
+        else:
+            stats.observe_censored("t", "tool", 3600.0, "k")
+    level = (20 * 0.992 + 100) / (20 + 200)
+    tenant = (20 * level + 100) / (20 + 200)
+    # Half of the pauses end: ten would bring five ends, twenty are the least. The key saw a hundred, which all ended.
+    assert stats.p_return("t", "tool", "k") == pytest.approx(20 * tenant / 120)
+    # Where few end, five ends take more pauses than twenty.
+    fresh = PauseStats()
+    fresh.observe_censored("other", "tool", 3600.0, "k")
+    other = 20 * (20 * 0.992 / 21) / 21
+    assert fresh.p_return("other", "tool", "k") == pytest.approx((5 / (1 - other)) * other / (5 / (1 - other) + 1))
+
+
 def test_old_habits_fade() -> None:
     stats = PauseStats()
     for _ in range(1000):

@@ -51,8 +51,17 @@ def test_longer_answers_come_to_mean_longer_pauses_in_any_unit() -> None:
 def test_rhythm_is_what_is_expected_in_steps() -> None:
     stats = PauseStats()
     assert stats.rhythm("unknown", Traits()) is None
-    # Half of 1.2 log seconds above the prior's 9 s are three steps of 0.2.
-    assert stats.rhythm("tool", Traits(habit=np.log(9.0) + 1.2)) == 3
+    # Half of 1.2 log seconds above the prior's 9 s are three steps of 0.2; a last one of 9 s is no step.
+    assert stats.rhythm("tool", Traits(habit=np.log(9.0) + 1.2, last=np.log(9.0))) == 3
+
+
+def test_a_session_that_never_came_back_yet_is_told_from_one_of_average_pauses() -> None:
+    stats, new, known = PauseStats(), Traits(), Traits(habit=np.log(9.0), last=np.log(9.0))
+    for _ in range(60):
+        stats.observe_censored("t", "tool", 3600.0, rhythm=stats.rhythm("tool", new))
+        stats.observe("t", "tool", None, 9.0, rhythm=stats.rhythm("tool", known))
+    assert stats.p_return("t", "tool", None, stats.rhythm("tool", new)) < 0.6
+    assert stats.p_return("t", "tool", None, stats.rhythm("tool", known)) > 0.6
 
 
 def test_contexts_near_the_limit_end_more_often_and_are_replaced() -> None:

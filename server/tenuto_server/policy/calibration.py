@@ -28,7 +28,9 @@ GIVE_UP_S = 3600.0
 # tool + program keys is flat from 1 to 20). Tenants: 10 (KVCT, tool gaps: between-session log-sd 0.37 against 1.20 within).
 _K_KEY, _K_RHYTHM, _K_TENANT, _K_KIND = 5.0, 5.0, 10.0, 20.0
 _CAP_KEY, _CAP_RHYTHM, _CAP_TENANT, _CAP_KIND = 200.0, 1000.0, 4000.0, 4000.0
-_K_RETURN = 20.0
+_K_RETURN, _K_ENDS = 20.0, 5.0
+"""Whether pauses end: pauses that the level above counts for, and below the tenant as many as bring so many ends, since ends are what
+is rare (one tool pause in a hundred: of twenty such, one end more or less says nothing)."""
 
 _PRIOR: dict[PauseKind, tuple[float, ...]] = {kind: masses_of(LENGTH[kind]) for kind in KINDS}
 
@@ -48,9 +50,10 @@ RHYTHM_STEP, RHYTHM_STEP_HUMAN = 0.2, 0.4
 RHYTHM_STEPS = 12
 """Pauses are told apart by the mean expected of them, in so many steps of so much either way: 0.2 and 0.4 are a fifth of the log-sd of
 tool and human pauses (KVCT: 1.26 and 2.17)."""
-LAST_STEPS = (-2, 3)
+LAST_STEPS, LAST_NONE = (-2, 3), 4
 """Pauses with the same expectation are told apart by the session's last one: after a very short or a very long one the next
-is more often another such than its expectation says."""
+is more often another such than its expectation says. A session's first of the kind has a step of its own: whoever has never come
+back yet comes back less often than one whose pauses are of average length."""
 _LAST = 100
 """Weight of that step in a rhythm."""
 _CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(mass, 1)[0]) for kind, mass in _PRIOR.items()}
@@ -75,9 +78,9 @@ def rhythm_of(pace: float | None, kind: PauseKind) -> int:
 
 
 def last_step(last: float | None, kind: PauseKind) -> int:
-    """How long a session's last pause of the kind was (log seconds), in steps six times as wide; 0 before any."""
+    """How long a session's last pause of the kind was (log seconds), in steps six times as wide; ``LAST_NONE`` before any."""
     if last is None:
-        return 0
+        return LAST_NONE
     step = RHYTHM_STEP_HUMAN if kind == "human" else RHYTHM_STEP
     low, high = LAST_STEPS
     return max(low, min(high, round((last - _CENTRE[kind]) / (6.0 * step))))
@@ -219,10 +222,11 @@ class PauseStats:
         depth: int | None = None,
     ) -> float:
         """Learned probability of return where nobody announced the session's end, shrunk like ``quantiles`` with 20
-        pseudo-pauses a level. Contexts of its size multiply the odds by what they do to those of its kind."""
+        pseudo-pauses a level, below the tenant with those that 5 ends take. Contexts of its size multiply the odds by what they do to those of its kind."""
         p = P_RETURN[kind]
-        for node, _ in self._chain(tenant, kind, key, rhythm):
-            p = (_K_RETURN * p + node.returned) / (_K_RETURN + node.returned + node.ended)
+        for node, k in self._chain(tenant, kind, key, rhythm):
+            k = _K_RETURN if k >= _K_TENANT else max(_K_RETURN, _K_ENDS / max(1.0 - p, 1e-3))
+            p = (k * p + node.returned) / (k + node.returned + node.ended)
         if depth is not None and (factor := self._fates.end_odds(kind, depth)) != 1.0:
             p = p / (p + (1.0 - p) * factor)
         return p
