@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tenuto_server.runtime import blocks
-from tenuto_server.runtime.blocks import HASH_BYTES, block_sums, copy_checked, copy_summed
+from tenuto_server.runtime.blocks import HASH_BYTES, block_sums, copy_checked, copy_runs, copy_summed
 from tenuto_server.runtime.disk_io import aligned
 
 COUNT = 5
@@ -51,6 +51,20 @@ def test_sums_and_copies_of_any_size_and_place(size: int, shift: int) -> None:
     good = [1, 2, 4]
     assert (dst[to[good]] == src[from_[good]]).all()
     assert (dst[[2, 5, 7, *to[[0, 3]]]] == before[[2, 5, 7, *to[[0, 3]]]]).all()
+
+
+@pytest.mark.parametrize("shift", [0, 8])
+@pytest.mark.parametrize("size", [1, 64, 4096, 1000])
+def test_copies_from_and_to_the_front(size: int, shift: int) -> None:
+    src, dst = pool(size, shift, 0), pool(size, shift, 1)
+    slots, before = np.array([6, 0, 1, 2, 7], np.int32), dst.copy()
+    copy_runs(src, slots, dst, None)
+    assert (dst[:COUNT] == src[slots]).all()
+    assert (dst[COUNT:] == before[COUNT:]).all()
+    dst[:] = before
+    copy_runs(src, None, dst, slots)
+    assert (dst[slots] == src[:COUNT]).all()
+    assert (dst[[3, 4, 5]] == before[[3, 4, 5]]).all()
 
 
 def test_nothing_is_nothing() -> None:

@@ -47,7 +47,7 @@ def block_sum(block_hash: bytes, data: Bytes) -> int:
 def block_sums(hashes: bytes, data: Bytes) -> list[int]:
     """``block_sum`` of every block of ``data`` [n, block_bytes]; ``hashes``: 16 bytes each."""
     sums = np.empty(len(data), np.uint32)
-    if not _native(data, None, None, None, hashes, sums, None):
+    if not _native(data, None, None, None, len(data), hashes, sums):
         return [block_sum(_hash(hashes, at), block) for at, block in enumerate(data)]
     return sums.tolist()
 
@@ -55,7 +55,7 @@ def block_sums(hashes: bytes, data: Bytes) -> list[int]:
 def copy_summed(src: Bytes, src_slots: Slots, dst: Bytes, dst_slots: Slots, hashes: bytes) -> Sums:
     """dst[dst_slots[i]] = src[src_slots[i]]; returns their sums, uint32 [n]."""
     sums = np.empty(len(src_slots), np.uint32)
-    if not _native(src, src_slots, dst, dst_slots, hashes, sums, None):
+    if not _native(src, src_slots, dst, dst_slots, len(src_slots), hashes, sums):
         copy_runs(src, src_slots, dst, dst_slots)
         sums[:] = [block_sum(_hash(hashes, at), src[slot]) for at, slot in enumerate(src_slots.tolist())]
     return sums
@@ -64,7 +64,7 @@ def copy_summed(src: Bytes, src_slots: Slots, dst: Bytes, dst_slots: Slots, hash
 def copy_checked(src: Bytes, src_slots: Slots, dst: Bytes, dst_slots: Slots, hashes: bytes, sums: Sums) -> list[int]:
     """The same for blocks that should have ``sums``; returns the positions of those that have not, which are not copied."""
     wrong = np.zeros(len(src_slots), np.uint8)
-    if not _native(src, src_slots, dst, dst_slots, hashes, sums.copy(), wrong):
+    if not _native(src, src_slots, dst, dst_slots, len(src_slots), hashes, sums.copy(), wrong):
         found = [block_sum(_hash(hashes, at), src[slot]) for at, slot in enumerate(src_slots.tolist())]
         wrong[:] = np.array(found, np.uint32) != sums
         good = np.flatnonzero(wrong == 0)
@@ -78,18 +78,18 @@ def _native(
     src_slots: Slots | None,
     dst: Bytes | None,
     dst_slots: Slots | None,
-    hashes: bytes,
-    sums: Sums,
-    wrong: NDArray[np.uint8] | None,
+    count: int,
+    hashes: bytes = b"",
+    sums: Sums | None = None,
+    wrong: NDArray[np.uint8] | None = None,
 ) -> bool:
     """Whether the native library did it."""
     native, plain = library(), all(a is None or a.flags.c_contiguous for a in (src, src_slots, dst, dst_slots))
     if native is None or not plain:
         return False
-    count, size = len(sums), src.shape[1]
-    assert len(hashes) == HASH_BYTES * count
+    assert sums is None or len(hashes) == HASH_BYTES * count == HASH_BYTES * len(sums)
     pointers = [None if a is None else a.ctypes.data for a in (src, src_slots, dst, dst_slots, sums, wrong)]
-    return bool(native.tn_copy_blocks(*pointers[:4], count, size, hashes, *pointers[4:]))
+    return bool(native.tn_copy_blocks(*pointers[:4], count, src.shape[1], hashes, *pointers[4:]))
 
 
 def _hash(hashes: bytes, at: int) -> bytes:
@@ -97,9 +97,12 @@ def _hash(hashes: bytes, at: int) -> bytes:
 
 
 def copy_runs(src: Bytes, src_slots: Slots | None, dst: Bytes, dst_slots: Slots | None) -> None:
-    """dst[dst_slots[i]] = src[src_slots[i]], one memory copy per run consecutive on both sides; None means 0, 1, 2, ..."""
+    """dst[dst_slots[i]] = src[src_slots[i]]; None means 0, 1, 2, ... Without the native library one memory copy per run that is
+    consecutive on both sides."""
     given = src_slots if src_slots is not None else dst_slots
     assert given is not None
+    if _native(src, src_slots, dst, dst_slots, len(given)):
+        return
     order = np.arange(len(given), dtype=np.int32)
     sources = order if src_slots is None else src_slots
     targets = order if dst_slots is None else dst_slots
