@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from tenuto_server.bench.endpoint import Endpoint, EndpointFailed
 from tenuto_server.bench.engine import named_server
 from tenuto_server.bench.paired import METHOD, ratio_of
 from tenuto_server.bench.prompts import Prompts
-from tenuto_server.bench.serving import add_server_options, serving
+from tenuto_server.bench.serving import add_server_options, run_bench, serving
 from tenuto_server.config import parse_bytes
-from tenuto_server.errors import TenutoServerError
 
 HUMAN_SHARE = 0.145
 """Of the pauses, as in the demonstration (KVCT's 43,612 pauses)."""
@@ -111,17 +107,7 @@ def play(endpoint: Endpoint, agents: Sequence[Agent], count: int, hints: bool) -
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, writes ``--json``. Exit status 0; 1: a server failed; 2: wrong usage."""
-    args = _parser().parse_args(argv)
-    try:
-        document = _measure(args)
-    except (TenutoServerError, OSError) as error:
-        print(f"tenuto bench agents: {error}", file=sys.stderr)
-        return 1
-    _print(document)
-    if args.json is not None:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.json.resolve()}")
-    return 0
+    return run_bench(argv, _parser(), _measure, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--host-bytes", type=parse_bytes, default=parse_bytes("32MiB"), help="our KV in host memory (default: 32MiB)")
     add("--pairs", type=int, default=3, help="passes of every server, in turn and back (default: 3)")
     add("--seed", type=int, default=0, help="of prompts and pauses")
-    add("--json", type=Path, metavar="FILE", help="write all values there")
     add_server_options(parser)
     return parser
 

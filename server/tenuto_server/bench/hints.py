@@ -16,7 +16,6 @@ import http.client
 import json
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
@@ -31,8 +30,7 @@ from tenuto_server.bench.endpoint import Endpoint, EndpointFailed
 from tenuto_server.bench.measures import decode_rate
 from tenuto_server.bench.paired import METHOD, ratio_of
 from tenuto_server.bench.prompts import Prompts
-from tenuto_server.bench.serving import Serving, add_server_options, serving
-from tenuto_server.errors import TenutoServerError
+from tenuto_server.bench.serving import Serving, add_server_options, run_bench, serving
 
 HINTS_PER_S = 150.0
 """Below the limit that a server sets to a tenant (200 a second)."""
@@ -43,17 +41,7 @@ STREAMS, TOKENS = 4, 64
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, writes ``--json``. Exit status 0; 1: a server failed; 2: wrong usage."""
-    args = _parser().parse_args(argv)
-    try:
-        document = _measure(args)
-    except (TenutoServerError, OSError) as error:
-        print(f"tenuto bench hints: {error}", file=sys.stderr)
-        return 1
-    _print(document)
-    if args.json is not None:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.json.resolve()}")
-    return 0
+    return run_bench(argv, _parser(), _measure, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--count", type=int, default=300, help="hints of each kind (default: 300)")
     parser.add_argument("--pairs", type=int, default=10, help="of turns with and without hints (default: 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     add_server_options(parser)
     return parser
 

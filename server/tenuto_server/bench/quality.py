@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import sys
@@ -34,7 +33,8 @@ from torch import Tensor
 import tenuto_server
 from tenuto_kernels.lower import LowerKind
 from tenuto_kernels.rows import AttentionRows
-from tenuto_server.errors import ConfigError, TenutoServerError
+from tenuto_server.bench.serving import run_bench
+from tenuto_server.errors import ConfigError
 from tenuto_server.model.load import DTYPES, LoadedModel, load_model
 from tenuto_server.model.transformer import ForwardBatch, Transformer, WeightsForm
 
@@ -49,17 +49,7 @@ BLOCK = 16
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, writes ``--json``. Exit status 0; 1: a model failed; 2: wrong usage."""
-    args = _parser().parse_args(argv)
-    try:
-        document = _measure(args)
-    except (TenutoServerError, OSError) as error:
-        print(f"tenuto bench quality: {error}", file=sys.stderr)
-        return 1
-    _print(document)
-    if args.json is not None:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.json.resolve()}")
-    return 0
+    return run_bench(argv, _parser(), _measure, _print)
 
 
 def _variants(text: str) -> list[tuple[str, str]]:
@@ -86,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--continuations", type=int, default=8, help="windows that are continued greedily (default: 8)")
     add("--new-tokens", type=int, default=64, help="of each continuation (default: 64)")
     add("--lower-kv", default="int8,fp8", metavar="KIND,...", help="of int8, fp8; empty: none (default: int8,fp8)")
-    add("--json", type=Path, metavar="FILE", help="write the result there")
     return parser
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -26,8 +25,7 @@ from typing import Any
 from tenuto_server.bench import page_cache
 from tenuto_server.bench.endpoint import Endpoint, EndpointFailed
 from tenuto_server.bench.prompts import Prompts
-from tenuto_server.bench.serving import Serving, add_server_options, serving
-from tenuto_server.errors import TenutoServerError
+from tenuto_server.bench.serving import Serving, add_server_options, run_bench, serving
 
 WAYS = ("recompute", "device", "disk", "disk-cached", "prefetched", "host")
 """In this order: what has come back keeps its lower copy, and host memory is asked before the disk."""
@@ -49,17 +47,7 @@ _PREFETCH_S_MAX = 30.0
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, writes ``--json``. Exit status 0; 1: a server failed; 2: wrong usage."""
-    args = _parser().parse_args(argv)
-    try:
-        document = _measure(args)
-    except (TenutoServerError, OSError) as error:
-        print(f"tenuto bench restore: {error}", file=sys.stderr)
-        return 1
-    _print(document)
-    if args.json is not None:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.json.resolve()}")
-    return 0
+    return run_bench(argv, _parser(), _measure, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,7 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", type=numbers, default=[0, 4], help="streams that decode meanwhile (default: 0,4)")
     add("--rounds", type=int, default=3, help="prefixes of each length (default: 3)")
     add("--repeats", type=int, default=3, help="returns to each place in a round (default: 3)")
-    add("--json", type=Path, metavar="FILE", help="write all values there")
     add_server_options(parser)
     return parser
 

@@ -1,21 +1,24 @@
-"""The server that a benchmark measures: one of its own in a temporary folder, or one that runs already. Owns the folder."""
+"""What benchmarks of a served model share: their command, and the server that is measured. Owns the server's temporary folder."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import shlex
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tenuto_server.bench.demo_server import ServerProcess
 from tenuto_server.bench.endpoint import Endpoint, EndpointFailed
+from tenuto_server.errors import TenutoServerError
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,28 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", default="auto", help="as for tenuto serve: auto, dense, stored, int8, int4")
     add("--threads", type=int, help="CPU threads of the model")
     add("--serve-flags", default="", metavar="FLAGS", help="more flags for tenuto serve, in one quoted string")
+
+
+def run_bench(
+    argv: Sequence[str],
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+) -> int:
+    """A benchmark's command: measures, shows, writes the document to ``--json``. Exit status 0; 1: a server or model failed,
+    or the document cannot be written; wrong usage ends with 2."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all values there")
+    args = parser.parse_args(argv)
+    try:
+        document = measure(args)
+        show(document)
+        if args.json is not None:
+            args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            print(f"written to {args.json.resolve()}")
+    except (TenutoServerError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @contextlib.contextmanager

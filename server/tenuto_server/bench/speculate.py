@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,7 @@ import tenuto_server
 from tenuto_server.bench.endpoint import Endpoint
 from tenuto_server.bench.measures import decode_rate
 from tenuto_server.bench.paired import METHOD, ratio_of
-from tenuto_server.bench.serving import add_server_options, serving
-from tenuto_server.errors import TenutoServerError
+from tenuto_server.bench.serving import add_server_options, run_bench, serving
 
 KINDS = ("edit", "prose")
 _FILE_CHARS = (1200, 3000)
@@ -33,17 +30,7 @@ _PROSE_TOKENS = 300
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, writes ``--json``. Exit status 0; 1: a server failed; 2: wrong usage."""
-    args = _parser().parse_args(argv)
-    try:
-        document = _measure(args)
-    except (TenutoServerError, OSError) as error:
-        print(f"tenuto bench speculate: {error}", file=sys.stderr)
-        return 1
-    _print(document)
-    if args.json is not None:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.json.resolve()}")
-    return 0
+    return run_bench(argv, _parser(), _measure, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=160, help="of each answer (default: 160)")
     add("--pairs", type=int, default=10, help="prompts of each kind (default: 10)")
     add("--seed", type=int, default=0, help="of the prompts")
-    add("--json", type=Path, metavar="FILE", help="write all values there")
     add_server_options(parser)
     return parser
 
