@@ -180,7 +180,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             for number, agents in enumerate(passes):
                 for endpoint, hints in servers if number % 2 == 0 else servers[::-1]:
                     progress.update(task, description=endpoint.name)
-                    values[endpoint.name].append(play(endpoint, agents, args.tokens, hints))
+                    done = play(endpoint, agents, args.tokens, hints)
+                    values[endpoint.name].append(done)
+                    console.print(
+                        f"pass {number + 1}, {endpoint.name}: {done['tokens_per_s']:.1f} tokens/s, {done['took_s']:.1f} s, "
+                        f"TTFT p90 {done['ttft_p90_s']:.2f} s",
+                        highlight=False,
+                    )
                     progress.advance(task)
         return {
             "what": "tenuto bench agents",
