@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tenuto.client import Client
 from tenuto.fake_server import FakeServer
+from tenuto.proxy import ahead as proxy_ahead
 from tenuto.proxy import server as proxy_server
 
 from .conftest import RawServer, RunningProxy, eventually, headers_of, read_request, recorded
@@ -214,7 +215,8 @@ def test_a_body_too_big_to_read_passes_all_the_same(proxies: Make, raw: Raw) -> 
 
 
 def test_a_body_over_the_limit_is_refused(proxies: Make, fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_server, "BODY_BYTES_MAX", 1000)
+    for module in (proxy_ahead, proxy_server):
+        monkeypatch.setattr(module, "BODY_BYTES_MAX", 1000)
     proxy = proxies(fake.url)
     status, body = proxy.post("/v1/messages", {**BODY, "pad": "p" * 1000})
     assert status == 413

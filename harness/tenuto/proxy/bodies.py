@@ -30,7 +30,7 @@ _EMPTY = Items()
 class Reading:
     """One body. ``frame``: everything but the conversation; ``items``: the conversation. ``ends``: positions in ``data``
     behind the last message of this and earlier bodies, with the number of messages up to there; ``closing``: what follows
-    the last one; empty where a later body cannot be compared with this one."""
+    the last one; empty where a later body cannot be compared with this one. One that is kept has its data up to there only."""
 
     form: str
     data: bytes
@@ -60,10 +60,19 @@ class Bodies:
             reading = _closed(reading)
         if not reading.closing or len(reading.data) > self._bytes_max:
             return
+        # Only what later bodies begin with: comparing with a part of it would copy that part.
+        reading = replace(reading, data=reading.data[: reading.ends[-1][0]])
         self._latest[scope, name] = reading
         self._bytes += len(reading.data)
         while self._bytes > self._bytes_max or len(self._latest) > self._limit:
             self._bytes -= len(self._latest.popitem(last=False)[1].data)
+
+    def begun(self, scope: str, form: str, start: bytes) -> str | None:
+        """The conversation whose latest body begins as this one does; of several, the one that spoke last."""
+        for (where, name), known in reversed(self._latest.items()):
+            if where == scope and known.form == form and known.data.startswith(start):
+                return name
+        return None
 
     def drop(self, scope: str, name: str) -> None:
         """Forgets a conversation."""

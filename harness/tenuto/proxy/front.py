@@ -73,13 +73,13 @@ class Front:
             self.h11.receive_data(data)
 
     async def body(self) -> bytes | None:
-        """The next piece of the request's body; None at its end. Raises ``ConnectionError`` when the client leaves."""
+        """The next piece of the request's body, not to be changed; None at its end. Raises ``ConnectionError`` when the client leaves."""
         if self.h11.they_are_waiting_for_100_continue:
             await self._write(self.h11.send(h11.InformationalResponse(status_code=100, headers=[])))
         while True:
             event = self.h11.next_event()
             if isinstance(event, h11.Data):
-                return bytes(event.data)
+                return event.data  # a copy of its own already
             if isinstance(event, h11.EndOfMessage):
                 return None
             if event is not h11.NEED_DATA:

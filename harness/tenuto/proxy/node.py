@@ -56,6 +56,7 @@ class Node:
         self.prompt_tokens = 0
         self.compacting = False
         self.continued = False
+        self.rewritten = False  # its last body was not passed on as it came
 
     @property
     def name(self) -> str:

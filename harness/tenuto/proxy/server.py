@@ -1,7 +1,7 @@
 """The proxy itself: listens on loopback, forwards requests, copies answers to the tracker. Owns connections and counts.
 
-A body is held only until it is complete, so that its session can be named; one that is larger than the tracker reads goes
-on in pieces, unread. An answer is passed on piece by piece, each before it is looked at.
+A body is held only until it is complete, so that its session can be named; of a large one the beginning goes ahead where
+that can be guessed (``ahead``), and one that is larger than the tracker reads goes on in pieces, unread. An answer is passed on piece by piece, each before it is looked at.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from collections.abc import Callable
 
 import h11
 
+from tenuto.proxy.ahead import BODY_BYTES_MAX, READ_BODY_BYTES_MAX, Ahead, TooLarge, read_body
 from tenuto.proxy.bodies import decoded
 from tenuto.proxy.front import Front, listen
 from tenuto.proxy.normalise import normalised
 from tenuto.proxy.reading import dialect
 from tenuto.proxy.refusals import refusal
-from tenuto.proxy.tracker import Ticket, Tracker
+from tenuto.proxy.tracker import Guess, Ticket, Tracker
 from tenuto.proxy.upstream import Link, Unreachable, Upstream
 
 CONNECTIONS_MAX = 512
-READ_BODY_BYTES_MAX = 8 << 20
-BODY_BYTES_MAX = 512 << 20
 COPY_BYTES_MAX = 8 << 20
 STUDY_AFTER_S = 0.02
 HOP_BY_HOP = frozenset(
@@ -37,10 +36,6 @@ RUN_PATH = "/run/"
 
 OnHook = Callable[[str, bytes], None]
 Headers = list[tuple[bytes, bytes]]
-
-
-class TooLarge(ValueError):
-    """A request's body exceeds the limit."""
 
 
 class ProxyServer:
@@ -164,15 +159,28 @@ class ProxyServer:
         self, front: Front, request: h11.Request, headers: dict[str, str], target: str, run: str
     ) -> None:
         self.counts["requests"] += 1
-        body, complete = await _read_body(front, headers)
-        plain = False
-        form = dialect(target)
+        form, guess = dialect(target), None
+
+        async def begin(start: bytes) -> Ahead | None:
+            nonlocal guess
+            guess = self.tracker.guess(target, headers, start, run)
+            return await self._begin(request, headers, target, start, guess)
+
+        whole, complete, ahead = await read_body(front, headers, begin)
+        body, plain = whole, False
         if complete and form is not None:
             body, plain = self._prepared(form, headers, body)
             if plain:
                 headers = {name: value for name, value in headers.items() if name != "content-encoding"}
-        ticket = self.tracker.open(target, headers, body if complete else b"", run)
-        outgoing = self._head(request, target, ticket, len(body) if complete else None, plain)
+        ticket = self.tracker.open(target, headers, body if complete else b"", run, guess)
+        if ticket is not None and ticket.node is not None:
+            ticket.node.rewritten = body is not whole
+        extra = ticket.extra if ticket is not None else {}
+        outgoing = self._head(request, target, extra, len(body) if complete else None, plain)
+        if ahead is not None and (body is not whole or ahead.head != outgoing):
+            self.counts["guessed_wrong"] += 1
+            ahead.link.close()
+            ahead = None
         if not complete:
             await self._relay(front, outgoing, body, ticket, rest=True)
             return
@@ -186,7 +194,7 @@ class ProxyServer:
 
         front.when_gone(cancel)
         try:
-            await self._relay(front, outgoing, body, ticket, rest=False)
+            await self._relay(front, outgoing, body, ticket, rest=False, ahead=ahead)
         except asyncio.CancelledError:
             if not gone:
                 raise  # the proxy itself is closing
@@ -195,11 +203,38 @@ class ProxyServer:
         finally:
             front.when_gone(None)
 
+    async def _begin(
+        self, request: h11.Request, headers: dict[str, str], target: str, start: bytes, guess: Guess | None
+    ) -> Ahead | None:
+        """Sends the head and the beginning of a request, unless its body may have to be rewritten."""
+        parts = self._parts
+        rewrites = bool(headers.get("content-encoding")) or "tools" in parts or b"x-anthropic-billing-header" in start
+        if guess is None or (parts and (rewrites or (guess.node is not None and guess.node.rewritten))):
+            return None
+        head = self._head(request, target, guess.extra, int(headers["content-length"]), False)
+        link: Link | None = None
+        try:
+            link = await self.upstream.take()
+            await link.send(head, h11.Data(data=start))
+        except BaseException as error:
+            if link is not None:
+                link.close()
+            if isinstance(error, (OSError, TimeoutError)):
+                return None  # what is wrong shows again when the whole is sent
+            raise
+        self.counts["went_ahead"] += 1
+        return Ahead(link, head)
+
+    @property
+    def _parts(self) -> frozenset[str]:
+        """What is rewritten in bodies."""
+        if self._normalise is not None:
+            return self._normalise
+        return frozenset() if self.upstream.hosted else frozenset({"attribution"})
+
     def _prepared(self, form: str, headers: dict[str, str], body: bytes) -> tuple[bytes, bool]:
         """A body as it goes upstream, and whether it was unpacked for that: only Tenuto is known to unpack bodies."""
-        parts = self._normalise
-        if parts is None:
-            parts = frozenset() if self.upstream.hosted else frozenset({"attribution"})
+        parts = self._parts
         coding = headers.get("content-encoding", "")
         if not parts or (coding and self.upstream.kind == "tenuto"):
             return body, False
@@ -207,12 +242,19 @@ class ProxyServer:
         return (body, False) if plain is None else (normalised(form, plain, parts), bool(coding))
 
     async def _relay(
-        self, front: Front, outgoing: h11.Request, body: bytes, ticket: Ticket | None, *, rest: bool
+        self,
+        front: Front,
+        outgoing: h11.Request,
+        body: bytes,
+        ticket: Ticket | None,
+        *,
+        rest: bool,
+        ahead: Ahead | None = None,
     ) -> None:
         link: Link | None = None
         form = ticket.form if ticket is not None else None
         try:
-            link, response = await self._ask(front, outgoing, body, ticket, rest)
+            link, response = await self._ask(front, outgoing, body, ticket, rest, ahead)
             await self._pass_on(front, link, response, ticket)
             self.upstream.give_back(link)
             link = None
@@ -236,14 +278,23 @@ class ProxyServer:
                 link.close()
 
     async def _ask(
-        self, front: Front, outgoing: h11.Request, body: bytes, ticket: Ticket | None, rest: bool
+        self,
+        front: Front,
+        outgoing: h11.Request,
+        body: bytes,
+        ticket: Ticket | None,
+        rest: bool,
+        ahead: Ahead | None,
     ) -> tuple[Link, h11.Response]:
         """Sends the request and waits for the head of its answer; once more when an idle connection turned out dead."""
-        link = await self.upstream.take()
+        link = ahead.link if ahead is not None else await self.upstream.take()
         while True:
             fresh = link.fresh
             try:
-                if rest:
+                if ahead is not None:
+                    held, ahead = ahead.held, None
+                    await link.send(h11.Data(data=held), h11.EndOfMessage())
+                elif rest:
                     await link.send(outgoing, h11.Data(data=body))
                     await _send_rest(front, link, len(body))
                 else:
@@ -306,12 +357,10 @@ class ProxyServer:
         return event
 
     def _head(
-        self, request: h11.Request, target: str, ticket: Ticket | None, length: int | None, plain: bool
+        self, request: h11.Request, target: str, told: dict[str, str], length: int | None, plain: bool
     ) -> h11.Request:
-        """The request's head as it goes upstream. ``plain``: the body has been unpacked."""
-        extra = {
-            name.encode(): value.encode("utf-8", "replace") for name, value in (ticket.extra if ticket else {}).items()
-        }
+        """The request's head as it goes upstream. ``told``: headers of ours; ``plain``: the body has been unpacked."""
+        extra = {name.encode(): value.encode("utf-8", "replace") for name, value in told.items()}
         if not self.upstream.hosted:
             extra[b"accept-encoding"] = b"identity"  # the copy is read as it comes
         replaced = {b"host", *extra}
@@ -340,22 +389,6 @@ def _split_run(target: str) -> tuple[str, str]:
         return "", target
     name, slash, rest = target[len(RUN_PATH) :].partition("/")
     return name[:64], slash + rest or "/"
-
-
-async def _read_body(front: Front, headers: dict[str, str]) -> tuple[bytes, bool]:
-    """The body, and whether that is all of it. Raises ``TooLarge``."""
-    declared = headers.get("content-length", "0")
-    if int(declared) > BODY_BYTES_MAX:
-        raise TooLarge(f"the body has {declared} bytes, the proxy takes {BODY_BYTES_MAX}")
-    pieces: list[bytes] = []
-    size = 0
-    while size <= READ_BODY_BYTES_MAX:
-        piece = await front.body()
-        if piece is None:
-            return b"".join(pieces), True
-        pieces.append(piece)
-        size += len(piece)
-    return b"".join(pieces), False
 
 
 async def _skip_body(front: Front) -> None:

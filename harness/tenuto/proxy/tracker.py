@@ -31,6 +31,7 @@ from tenuto.proxy.reading import (
     read_content,
     window_of,
 )
+from tenuto.wire import Envelope
 
 NODES_MAX = 1024
 CLIENTS_MAX = 64
@@ -38,6 +39,16 @@ CLIENTS_MAX = 64
 ONE_CONVERSATION = frozenset({"qwen", "gemini", "pi"})
 
 _log = logging.getLogger("tenuto.proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Whose request this looks like from its beginning, None where that makes no difference to its head; the headers to add,
+    and the hints among them."""
+
+    node: Node | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+    hints: Envelope | None = None
 
 
 @dataclass(slots=True)
@@ -88,17 +99,38 @@ class Tracker:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def open(self, path: str, headers: Mapping[str, str], body: bytes, run: str = "") -> Ticket | None:
+    def guess(self, path: str, headers: Mapping[str, str], start: bytes, run: str = "") -> Guess | None:
+        """Whose request this is, as far as its headers or the beginning of its body tell; None when they do not. ``open``
+        must follow."""
+        form = dialect(path)
+        if form is None or not self._carry:
+            return Guess()
+        with self._guard():
+            scope = self._scope(headers, run)
+            name = identity_of_headers(headers).session or self._bodies.begun(scope, form, start)
+            node = self.nodes.get((scope, name)) if name is not None else None
+            if node is not None and HINTS_HEADER not in headers and (scope, node.name) not in self._speakers:
+                return Guess(node, *self._extra(node))
+        return None
+
+    def open(
+        self, path: str, headers: Mapping[str, str], body: bytes, run: str = "", guess: Guess | None = None
+    ) -> Ticket | None:
         """Names the session of a request; None when it is no generation. ``run``: the part of the proxy's URL that tells
-        one client from another."""
+        one client from another. ``guess``: what was thought of its beginning."""
         form = dialect(path)
         if form is None:
             return None
         ticket = Ticket(form, path, headers, body, self._scope(headers, run), client_of(headers))
         with self._guard():
             self._name(ticket)
-            if ticket.node is not None and self._carry:
-                ticket.extra = self._extra(ticket.node)
+            right = guess is not None and guess.node is not None and guess.node is ticket.node
+            if guess is not None and right:
+                ticket.extra = guess.extra
+            elif ticket.node is not None and self._carry:
+                ticket.extra, _ = self._extra(ticket.node)
+            if guess is not None and not right:
+                self._lose(guess)
         return ticket
 
     def study(self, ticket: Ticket) -> None:
@@ -308,7 +340,7 @@ class Tracker:
         node.inferred = True
         return node
 
-    def _extra(self, node: Node) -> dict[str, str]:
+    def _extra(self, node: Node) -> tuple[dict[str, str], Envelope | None]:
         """Headers to add: who speaks, and the hints that wait for this session."""
         headers = write_identity(node.name, node.session.parent)
         sender = node.session.services.sender
@@ -318,7 +350,14 @@ class Tracker:
                 headers[HINTS_HEADER] = encode_hints(envelope)
             except HeaderError:
                 sender.lose_carried(envelope)
-        return headers
+                envelope = None
+        return headers, envelope
+
+    def _lose(self, guess: Guess) -> None:
+        """Hints went ahead with a request that was somebody else's."""
+        sender = guess.node.session.services.sender if guess.node is not None else None
+        if sender is not None and guess.hints is not None:
+            sender.lose_carried(guess.hints)
 
 
 def api_key(headers: Mapping[str, str]) -> str | None:
