@@ -1,18 +1,20 @@
 """What bounds a level of knowledge: the retention index with better learning than any server can have, on the same workload.
 
-``python bench/policy_bound.py TRACE [--knowledge none] [--seed 1] [--alive 60] [--capacity-frac 0.1,0.2,0.33,0.5]`` replays
+``python bench/policy_bound.py TRACE [--knowledge none] [--seed 1,2,3] [--alive 60] [--capacity-frac 0.1,0.2,0.33,0.5]`` replays
 the one-tier study of ``tenuto simulate`` without the engine: each pause gets its curve when it begins, room is taken from
 the lowest index of that moment, the end of a context first. What is printed is the share of the gap from LRU to the
 oracle that is closed when the statistics are
 
 - ``as it goes``: learned from nothing while the workload runs, as in the server. Differs from ``tenuto simulate`` only by
   the engine's own economies (an index is asked for again when it has moved by a quarter);
-- ``beforehand``: taught the whole workload once before it is played: the same questions, answered with hindsight;
+- ``beforehand``: taught the whole workload once before it is played: the same questions, answered with hindsight (and by
+  these very sessions);
 - ``habits known``: beforehand, and each session's own mean log pause of each kind, its future included, is known from its
   start: all that any history of the session could teach of its pace;
 - ``ends known`` (where no ends are told): beforehand, and whether a session returns is known, but not when.
 
-The last two are bounds that no server reaches. CPU seconds are given with each row.
+The last two are bounds that no server reaches. CPU seconds are given with each row; of several
+seeds their mean comes last.
 """
 
 from __future__ import annotations
@@ -287,23 +289,15 @@ def belady(workload: Workload, capacity: int) -> int:
     return missed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--knowledge", default="none", help="as after tenuto: in tenuto simulate")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--alive", type=float, default=60.0)
-    parser.add_argument("--capacity-frac", default="0.1,0.2,0.33,0.5")
-    asked = parser.parse_args()
-    know = parse_policy(f"tenuto:{asked.knowledge}")[1]
-    trace = read(str(asked.trace))
-    workload = steady(trace, asked.alive, asked.seed, served=True)
+def measure(
+    trace: Trace, know: Knowledge, seed: int, alive: float, fractions: list[float]
+) -> Iterator[tuple[str, list[float], float]]:
+    """(row, per cent of the gap closed at each capacity, CPU seconds) for one seed."""
+    workload = steady(trace, alive, seed, served=True)
     played = turns(trace, workload, know)
-    fractions = [float(text) for text in asked.capacity_frac.split(",")]
     sizes = [max(8, int(fraction * workload.live_tokens / UNIT)) for fraction in fractions]
     ends = [(lru(played, size), belady(workload, size)) for size in sizes]
-    print(f"{asked.knowledge}, seed {asked.seed}, {workload.alive:.1f} alive, {len(played)} turns")
-    print(f"{'':14}" + "".join(f"{fraction:>8g}" for fraction in fractions) + "    mean   CPU s")
+    print(f"seed {seed}, {workload.alive:.1f} alive, {len(played)} turns")
     rows: list[tuple[str, bool, dict[str, bool]]] = [
         ("as it goes", False, {}),
         ("beforehand", True, {}),
@@ -320,8 +314,38 @@ def main() -> None:
             100.0 * (worst - play(played, curves, size, know)) / (worst - best)
             for size, (worst, best) in zip(sizes, ends, strict=True)
         ]
-        figures = "".join(f"{share:8.1f}" for share in (*shares, sum(shares) / len(shares)))
-        print(f"{name:14}{figures}{time.process_time() - began_s:8.0f}", flush=True)
+        yield name, shares, time.process_time() - began_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--knowledge", default="none", help="as after tenuto: in tenuto simulate")
+    parser.add_argument("--seed", default="1", help="one or several, as 1,2,3")
+    parser.add_argument("--alive", type=float, default=60.0)
+    parser.add_argument("--capacity-frac", default="0.1,0.2,0.33,0.5")
+    asked = parser.parse_args()
+    know = parse_policy(f"tenuto:{asked.knowledge}")[1]
+    trace = read(str(asked.trace))
+    fractions = [float(text) for text in asked.capacity_frac.split(",")]
+    seeds = [int(text) for text in asked.seed.split(",")]
+    print(asked.knowledge)
+    print(f"{'':14}" + "".join(f"{fraction:>8g}" for fraction in fractions) + "    mean   CPU s")
+    found: defaultdict[str, list[tuple[list[float], float]]] = defaultdict(list)
+    for seed in seeds:
+        for name, shares, cpu_s in measure(trace, know, seed, asked.alive, fractions):
+            found[name].append((shares, cpu_s))
+            _print(name, shares, cpu_s)
+    if len(seeds) > 1:
+        print(f"mean of seeds {asked.seed}")
+        for name, rows in found.items():
+            shares = [sum(values) / len(rows) for values in zip(*(row for row, _ in rows), strict=True)]
+            _print(name, shares, sum(cpu_s for _, cpu_s in rows))
+
+
+def _print(name: str, shares: list[float], cpu_s: float) -> None:
+    figures = "".join(f"{share:8.1f}" for share in (*shares, sum(shares) / len(shares)))
+    print(f"{name:14}{figures}{cpu_s:8.0f}", flush=True)
 
 
 if __name__ == "__main__":
