@@ -326,7 +326,7 @@ def test_stretching_time_shrinks_the_rate(p50: float, ratio: float, share: float
         known = Known({"tool": tuple(q * scale for q in EXPONENTIAL)})
         rates.append(TENUTO.retention(pause, known, SYSTEM).rate * scale)
     # Up to the rounding of median and spread, which counts most where the index falls steeply, past the forecast.
-    assert 0.5 * rates[1] < rates[0] < 2.0 * rates[1]
+    assert 0.25 * rates[1] < rates[0] < 4.0 * rates[1]
 
 
 def test_a_false_end_is_weighed_and_a_true_one_frees_at_once() -> None:

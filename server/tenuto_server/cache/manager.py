@@ -287,7 +287,7 @@ class CacheManager:
         if not table.owned:
             return
         mine = table.private[first:end]
-        count = int(np.count_nonzero(mine))
+        count = mine.tobytes().count(1)
         if not count:
             return
         if give_back:
@@ -481,6 +481,16 @@ class CacheManager:
             if tier is not None:
                 totals[TIERS[tier]] = totals.get(TIERS[tier], 0) + len(extent.tokens)
         return totals
+
+    def held_tokens(self, session: int) -> int:
+        """Tokens of a session's context that any tier holds."""
+        tip, total = self.tips.get(session), 0
+        node = tip.extent if tip is not None else None
+        while node is not None and node.parent is not None:
+            if node.resident:
+                total += len(node.tokens)
+            node = node.parent
+        return total
 
     def used_blocks(self, tier: int) -> int:
         """Slots of a tier that are not free."""

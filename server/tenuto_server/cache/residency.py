@@ -103,11 +103,14 @@ class Residency:
     def _file(self) -> None:
         """Files what has been touched: once per extent, however often it was, and not before anybody asks."""
         stale, self.stale = self.stale, {}
+        if not self.tiered:
+            self._file_device(stale)
+            stale = {}
         for extent in stale:
             if extent.moves or extent.parent is None:
                 continue
             on_device = extent.slots[DEVICE] is not None
-            for tier in range(1 if on_device and not self.tiered else len(extent.slots)):
+            for tier in range(len(extent.slots)):
                 # As ``Extent.evictable``: what is used is the copy on the device.
                 if extent.slots[tier] is None or (extent.pins and (tier == DEVICE or not on_device)):
                     continue
@@ -117,6 +120,15 @@ class Residency:
         for tier, heap in enumerate(self._heaps):
             if len(heap) > 256 and len(heap) > 4 * (self.pools[tier].capacity - self.pools[tier].free):
                 self._compact(tier)
+
+    def _file_device(self, stale: Iterable[Extent]) -> None:
+        """As above where there is no other tier."""
+        heap, push, priority = self._heaps[DEVICE], heapq.heappush, self._priority
+        for extent in stale:
+            if extent.moves or extent.parent is None or extent.pins or extent.slots[DEVICE] is None:
+                continue
+            rank = priority(extent, DEVICE, None)
+            push(heap, (rank, extent.last_used_s, -extent.start, extent.order, extent.stamp, extent))
 
     def _compact(self, tier: int) -> None:
         heap = self._heaps[tier]

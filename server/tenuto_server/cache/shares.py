@@ -15,17 +15,17 @@ again for every extent of that owner, which must not happen at every block."""
 
 class Shares:
     """``capacities``: blocks of each tier. ``changed(owner)`` is called when an owner has come to be over its share somewhere,
-    or is no longer."""
+    or is no longer. ``crowding``: by owner, the tiers of which it holds more than its share, as bits."""
 
     def __init__(self, capacities: Sequence[int], changed: Callable[[int], None]) -> None:
         self.used: tuple[dict[int, int], ...] = tuple({} for _ in capacities)
         self._capacities = tuple(capacities)
         self._changed = changed
-        self._over: dict[int, int] = {}
+        self.crowding: dict[int, int] = {}
 
     def over(self, owner: int) -> int:
         """The tiers of which an owner holds more than its share, as bits."""
-        return self._over.get(owner, 0) if self._over else 0
+        return self.crowding.get(owner, 0) if self.crowding else 0
 
     @property
     def contended(self) -> bool:
@@ -53,12 +53,12 @@ class Shares:
             self._judge(tier, owner)
 
     def _judge(self, tier: int, owner: int) -> None:
-        bit, bits = 1 << tier, self._over.get(owner, 0)
+        bit, bits = 1 << tier, self.crowding.get(owner, 0)
         limit = self.share(tier) * (1.0 if bits & bit else 1.0 + SLACK)
         is_over = len(self.used[tier]) > 1 and self.used[tier].get(owner, 0) > limit
         if is_over == bool(bits & bit):
             return
-        self._over[owner] = bits ^ bit
-        if not self._over[owner]:
-            del self._over[owner]
+        self.crowding[owner] = bits ^ bit
+        if not self.crowding[owner]:
+            del self.crowding[owner]
         self._changed(owner)

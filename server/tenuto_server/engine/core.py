@@ -11,6 +11,7 @@ from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Ex
 from tenuto_server.cache.manager import CacheManager
 from tenuto_server.config import EngineConfig
 from tenuto_server.engine.costs import Costs
+from tenuto_server.engine.fallen import Fallen
 from tenuto_server.engine.journal import Journal
 from tenuto_server.engine.plan import Output
 from tenuto_server.engine.session import Pause, Session, SessionTable
@@ -30,6 +31,8 @@ _FALLEN_MAX = 256
 # Between tenants it must be told what is wanted from what is not, which plain LRU does not: there the index fades to the time
 # since the last use, but not away.
 _TRUST_SHARED = 0.05
+# What ``ExtentView(...)`` does, without the call in between: one is made for every extent whose order is asked.
+_view = tuple.__new__
 _ON = tuple(tuple(tier for at, tier in enumerate(TIERS) if bits >> at & 1) for bits in range(8))
 
 
@@ -49,8 +52,7 @@ class Core:
         self.learned: Learned | None = None
         self.costs = Costs(config)
         self.safeguard = Safeguard(*self._shadowed(config))
-        # Paused sessions that lost device blocks, those of late at the end: what room that comes free is offered to.
-        self.fallen: dict[int, None] = {}
+        self.fallen = Fallen(_FALLEN_MAX)
         # When the last copy to the device ended.
         self.loaded_ns = 0
         self.outputs: list[Output] = []
@@ -149,22 +151,26 @@ class Core:
     def system(self) -> SystemView:
         """Tiers and costs as of this step."""
         if self._system is None:
-            pools = self.cache.tiers.pools
-            tiers = tuple(
-                TierView(
-                    TIERS[tier],
-                    pools[tier].capacity,
-                    pools[tier].free,
-                    self.cache.tiers.price(tier),
-                    self.costs.load_s_per_block(tier),
-                    self.cache.tiers.evicted_priority[tier],
-                    self.cache.tiers.clearing[tier].level(self.now_ns),
-                )
-                for tier in (DEVICE, HOST, DISK)
-                if pools[tier].capacity and self.writable[tier]
-            )
-            least = _TRUST_SHARED if self.cache.tiers.shares.contended else 0.0
-            self._system = SystemView(tiers, self._costs_now(), max(least, self.safeguard.trust))
+            tiers = self.cache.tiers
+            views = []
+            for tier in (DEVICE, HOST, DISK):
+                pool = tiers.pools[tier]
+                if pool.capacity and self.writable[tier]:
+                    views.append(
+                        TierView(
+                            TIERS[tier],
+                            pool.capacity,
+                            pool.free,
+                            tiers.price(tier),
+                            self.costs.load_s_per_block(tier),
+                            tiers.evicted_priority[tier],
+                            tiers.clearing[tier].level(self.now_ns),
+                        )
+                    )
+            trust = self.safeguard.trust
+            if trust < _TRUST_SHARED and tiers.shares.contended:
+                trust = _TRUST_SHARED
+            self._system = SystemView(tuple(views), self._costs_now(), trust)
         return self._system
 
     def _costs_now(self) -> CostView:
@@ -181,15 +187,20 @@ class Core:
         held = (device is not None) + 2 * (host is not None) + 4 * (disk is not None)
         if leaving is not None:
             held &= ~(1 << leaving)
-        return ExtentView(
-            extent.start * self.cache.block_tokens,
-            extent.blocks,
-            extent.users,
-            extent.rate / RATE_PARTS,
-            extent.last_used_s,
-            extent.uses,
-            _ON[held],
-            _ON[self.cache.tiers.shares.over(extent.owner)],
+        cache = self.cache
+        over = cache.tiers.shares.crowding
+        return _view(
+            ExtentView,
+            (
+                extent.start * cache.block_tokens,
+                extent.blocks,
+                extent.users,
+                extent.rate / RATE_PARTS,
+                extent.last_used_s,
+                extent.uses,
+                _ON[held],
+                _ON[over.get(extent.owner, 0)] if over else (),
+            ),
         )
 
     # ---- doors ---------------------------------------------------------------------------------------------------
@@ -216,7 +227,7 @@ class Core:
         promised = expired = False
         for session in self._users(extent):
             if tier == DEVICE and session.pause is not None and self.cache.tiers.tiered:
-                self._fell(session)
+                self.fallen.fell(session.handle, session.retention.rate if session.retention is not None else 0.0)
             if session.leased(self.now_ns) and session.retention is not None:
                 left = [other for other, slots in enumerate(extent.slots) if slots is not None and other != tier]
                 if not left or left[0] > TIERS.index(session.lease_tier):
@@ -231,12 +242,6 @@ class Core:
         if expired and not promised:
             label = "retention"
         return label
-
-    def _fell(self, session: Session) -> None:
-        self.fallen.pop(session.handle, None)
-        self.fallen[session.handle] = None
-        if len(self.fallen) > _FALLEN_MAX:
-            del self.fallen[next(iter(self.fallen))]
 
     def _users(self, extent: Extent) -> list[Session]:
         found: list[Session] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,8 +78,7 @@ class CancelTurn:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class PauseInferred:
+class PauseInferred(NamedTuple):
     """What the server reads off an answer's end (stop reason, tool names), without any hint. ``answer_tokens``: the answer's
     length where it is not what the engine generated."""
 

@@ -14,8 +14,7 @@ TierName: TypeAlias = Literal["device", "host", "disk"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardRow:
+class ForwardRow(NamedTuple):
     """One contiguous range of one sequence to compute.
 
     ``tokens``: int32 [n], at absolute positions ``start .. start + n``. ``blocks``: device slots int32 covering positions
@@ -99,8 +98,7 @@ class Report(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TurnStarted:
+class TurnStarted(NamedTuple):
     """The turn was admitted; ``report`` says where its prompt comes from."""
 
     request_id: str
@@ -108,16 +106,14 @@ class TurnStarted:
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class TokensOut:
+class TokensOut(NamedTuple):
     """Generated tokens, in order."""
 
     request_id: str
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TurnDone:
+class TurnDone(NamedTuple):
     """The turn ended. ``completion_tokens`` excludes a stop token. Always the last output of a request."""
 
     request_id: str
@@ -155,8 +151,7 @@ class SessionsOut:
 Output: TypeAlias = TurnStarted | TokensOut | TurnDone | TurnRejected | HintsDone | SessionsOut
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Everything one step wants done. ``wake_ns``: step again by then even if nothing happens; None: no need.
 
     ``dropped_disk``: disk slots whose blocks were evicted, so that the index on disk forgets them.

@@ -78,11 +78,12 @@ class RetentionKeeper:
         core.count("pauses", label=kind)
         if session.prefetch:
             core.count("prefetches", label="on_time" if session.prefetch == "done" else "late")
-        core.journal.write(core.now_ns, "pause_end", session=session.id, pause=kind, length_s=round(elapsed, 6))
+        core.journal.write(core.now_ns, "pause_end", session=session.id, pause=kind, length_s=elapsed)
         session.pause, session.retention, session.prefetch = None, None, ""
         session.lease_until_ns = 0
         session.ended = False
         session.timer += 1
+        core.fallen.forget(session.handle)
         self._offloading.pop(session.handle, None)
         self._prefetching.pop(session.handle, None)
 
@@ -151,12 +152,14 @@ class RetentionKeeper:
             session=session.id,
             why=why,
             pause=view.kind,
-            elapsed_s=round(view.elapsed_s, 6),
-            rate=float(f"{decision.rate:.6g}"),
-            lease_s=round(decision.lease_s, 3),
+            elapsed_s=view.elapsed_s,
+            rate=decision.rate,
+            lease_s=decision.lease_s,
             reason=decision.reason,
         )
-        self._offloading[session.handle] = None
+        if core.cache.tiers.tiered:
+            core.fallen.rated(session.handle, decision.rate)
+            self._offloading[session.handle] = None
         return decision
 
     def _grant(self, session: Session, decision: Retention) -> None:
@@ -166,11 +169,11 @@ class RetentionKeeper:
             session.lease_until_ns = min(session.lease_until_ns, core.now_ns + left_ns) if left_ns else 0
             if not left_ns:
                 return
-        crowded = core.cache.tiers.shares.over(core.owner(session.tenant))
-        if crowded & (1 << TIERS.index(decision.lease_tier)) and not session.leased(core.now_ns):
+        crowded, leased = core.cache.tiers.shares.over(core.owner(session.tenant)), session.leased(core.now_ns)
+        if crowded and not leased and crowded & (1 << TIERS.index(decision.lease_tier)):
             return  # nothing is promised beyond a tenant's share
         until_ns = core.now_ns + int(min(decision.lease_s, core.config.lease_max_s) * SECOND_NS)
-        if session.leased(core.now_ns):
+        if leased:
             # What was promised stands: a later look may add to it, only pressure breaks it.
             lower = TIERS.index(decision.lease_tier) > TIERS.index(session.lease_tier)
             if lower or until_ns <= session.lease_until_ns:
@@ -182,7 +185,7 @@ class RetentionKeeper:
             session.lease_broken = False
             core.count("leases_granted")
         session.lease_until_ns, session.lease_tier = until_ns, decision.lease_tier
-        session.lease_tokens = sum(core.cache.resident_tokens(session.handle).values())
+        session.lease_tokens = core.cache.held_tokens(session.handle)
 
     def _kept_s(self, session: Session) -> float:
         """For how much longer a session that has ended asked to be kept."""
@@ -225,18 +228,18 @@ class RetentionKeeper:
         core, tiers = self._core, self._core.cache.tiers
         if tiers.moves:
             return
-        best: tuple[float, Extent] | None = None
-        for handle in list(core.fallen):
+        first = None
+        while first is None and (handle := core.fallen.best()) is not None:
             session = core.sessions.by_handle.get(handle)
-            first = self._first_below(session) if session is not None else None
-            if session is None or session.retention is None or first is None:
-                del core.fallen[handle]
-            elif best is None or session.retention.rate > best[0]:
-                best = session.retention.rate, first
-        if best is None or best[0] <= 0.0:
+            if session is not None and session.retention is not None and session.retention.rate <= 0.0:
+                break  # nor is anybody after it expected back
+            first = self._first_below(session) if session is not None and session.retention is not None else None
+            if first is None:
+                core.fallen.forget(handle)
+        if first is None:
             self._vacant = 0
             return
-        piece = tiers.chunk(best[1])
+        piece = tiers.chunk(first)
         ceiling = self._worth_displacing(piece)
         move = tiers.begin_move(piece, piece.best_tier() or DISK, DEVICE, "prefetch", core.now_ns, ceiling=ceiling)
         if move is None:

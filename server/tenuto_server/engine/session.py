@@ -151,23 +151,24 @@ class Session:
 
     def pause_view(self, pause: Pause, now_ns: int, knowledge: PauseStats | None) -> PauseView:
         """What a policy may know of its open pause; ``knowledge`` None: nothing was learned."""
+        # In the order of the fields, and by position: this is built for every decision.
         return PauseView(
-            tenant=self.tenant,
-            kind=pause.kind,
-            key=pause.key,
-            elapsed_s=pause.elapsed_s(now_ns),
-            kind_counts=tuple(sorted(self.kinds.items())) if pause.kind == "unknown" else (),
-            forecast=pause.forecast,
-            forecast_at_s=pause.forecast_at_s,
-            resume_at_s=pause.resume_at_s,
-            alive_until_s=pause.alive_until_s,
-            end_keep_s=pause.end_keep_s,
-            attended=self.attended,
-            turns=self.turns,
-            context_tokens=self.context_tokens,
-            recent=self.recent,
-            rhythm=self.rhythm(pause.kind, knowledge) if knowledge is not None else None,
-            outlook=pause.outlook,
+            self.tenant,
+            pause.kind,
+            pause.key,
+            pause.elapsed_s(now_ns),
+            tuple(sorted(self.kinds.items())) if pause.kind == "unknown" else (),
+            pause.forecast,
+            pause.forecast_at_s,
+            pause.resume_at_s,
+            pause.alive_until_s,
+            pause.end_keep_s,
+            self.attended,
+            self.turns,
+            self.context_tokens,
+            self.recent,
+            self.rhythm(pause.kind, knowledge) if knowledge is not None else None,
+            pause.outlook,
         )
 
 

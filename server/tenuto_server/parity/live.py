@@ -64,7 +64,7 @@ class ScriptedExecutor:
 
     def run(self, plan: ForwardPlan) -> ForwardDone:
         """Computes everything; says what the script says."""
-        rows = tuple(replace(row, tokens=row.tokens % self._vocabulary) for row in plan.rows)
+        rows = tuple(row._replace(tokens=row.tokens % self._vocabulary) for row in plan.rows)
         done = self._executor.run(replace(plan, rows=rows))
         sampled = tuple((row.seq, self.answers[row.sampling.seed] + row.draw) for row in plan.rows if row.sample)
         return replace(done, sampled=sampled)

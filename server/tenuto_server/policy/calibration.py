@@ -385,13 +385,15 @@ class PauseStats:
         masses = list(_PRIOR[kind])
         for node, k in self._chain(tenant, kind, key, rhythm):
             lasting, left, mine = node.lengths.total, 1.0, 1.0
-            for i, count in enumerate(node.lengths.counts):
-                mass = masses[i]
-                hazard = mass / left if left > mass else 1.0
-                share = (k * hazard + count) / (k + lasting) if lasting > 0.0 else hazard
-                masses[i] = mine * share
+            before, masses = masses, []
+            for mass, count in zip(before, node.lengths.counts, strict=True):
+                share = mass / left if left > mass else 1.0
+                if lasting > 0.0:
+                    share = (k * share + count) / (k + lasting)
                 left -= mass
-                mine -= masses[i]
+                mass = mine * share
+                masses.append(mass)
+                mine -= mass
                 lasting -= count
         return masses
 

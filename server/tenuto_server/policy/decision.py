@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tenuto_server.policy.index import Outlook
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(NamedTuple):
     """How much a paused session's KV deserves to stay.
 
     ``rate``: the Gittins index of the pause times the probability that the KV is still wanted, in 1/s; what the session
@@ -26,11 +24,20 @@ class Retention:
     lease_tier: TierName
     prefetch_s: float | None
     reason: str
-    outlook: Outlook | None = field(default=None, compare=False, repr=False)
+    outlook: Outlook | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Equal decisions may rest on different outlooks."""
+        return isinstance(other, Retention) and self[:-1] == other[:-1]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self[:-1])
 
 
-@dataclass(frozen=True, slots=True)
-class TurnView:
+class TurnView(NamedTuple):
     """A waiting turn. ``compute_tokens`` still to prefill, ``restore_blocks`` still to load, ``age_s`` since arrival."""
 
     attended: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import log, log2
 
@@ -92,13 +93,19 @@ def masses_of(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
 def quantiles_of(masses: Sequence[float], n: int, halvings: int = 0) -> tuple[float, ...]:
     """Lengths in seconds at probabilities (i + 0.5) / n of a distribution given by bin masses that add up to 1, then, where
     each time half of what is left has come, ``halvings`` more."""
-    goals = [(k + 0.5) / n for k in range(n)] + [1.0 - 0.5 / n * 0.5**k for k in range(1, halvings + 1)]
     out = []
-    below, i, first = 0.0, 0, bin_edge(0)
-    for goal in goals:
-        while i < BINS - 1 and below + masses[i] < goal:
-            below += masses[i]
+    below, i, first, last, mass = 0.0, 0, bin_edge(0), BINS - 1, masses[0]
+    for goal in _goals(n, halvings):
+        while below + mass < goal and i < last:
+            below += mass
             i += 1
-        share = (goal - below) / masses[i] if masses[i] > 0.0 else 1.0
+            mass = masses[i]
+        share = (goal - below) / mass if mass > 0.0 else 1.0
         out.append(first * 2.0 ** ((i + (share if share < 1.0 else 1.0)) / BINS_PER_OCTAVE))
     return tuple(out)
+
+
+@lru_cache(maxsize=16)
+def _goals(n: int, halvings: int) -> tuple[float, ...]:
+    even = [(k + 0.5) / n for k in range(n)]
+    return (*even, *[1.0 - 0.5 / n * 0.5**k for k in range(1, halvings + 1)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
-from operator import mul
+from operator import mul, sub
 
 _RIDGE, _RIDGE_BENT = 2.0, 50.0
 """Pauses that each starting coefficient is worth: of the lines, and of what bends them."""
@@ -70,13 +70,11 @@ class Pace:
         x, spread = self._point(traits), self._spread
         error = log_length - self._centre - _dot(self.weights, x)
         error = max(-_ERROR_MAX, min(_ERROR_MAX, error))
-        pull = [_dot(row, x) for row in spread]
+        pull = [sum(map(mul, row, x)) for row in spread]
         scale = 1.0 / (1.0 + _dot(pull, x))
         gains = [scale * p for p in pull]
         self.weights = [w + gain * error for w, gain in zip(self.weights, gains, strict=True)]
-        self._spread = [
-            [s - gain * p for s, p in zip(row, pull, strict=True)] for row, gain in zip(spread, gains, strict=True)
-        ]
+        self._spread = [list(map(sub, row, [gain * p for p in pull])) for row, gain in zip(spread, gains, strict=True)]
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

@@ -12,9 +12,10 @@ from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.calibration import GIVE_UP_S, GONE_BELOW
 from tenuto_server.policy.decision import Retention
 from tenuto_server.policy.fates import depth_of
-from tenuto_server.policy.index import Component, Curve, Empirical, LogNormal, Looked, Outlook, Part, mixture
+from tenuto_server.policy.index import Curve, Outlook, mixture
+from tenuto_server.policy.parts import Component, Empirical, LogNormal, Looked, Part
 from tenuto_server.policy.priors import KIND_SHARE
-from tenuto_server.policy.tiering import saved_by_tier
+from tenuto_server.policy.tiering import recompute_s, saved_by_tier
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName, TierView
 
 CHANGE = 1.25
@@ -80,14 +81,15 @@ def _forecast_part(log_median: float, sigma: float) -> LogNormal:
     return LogNormal(floor(log_median / step + 0.5) * step, sigma)
 
 
-def _said_part(pause: PauseView, knowledge: PauseKnowledge, said: LogNormal, at_s: float) -> Part:
+def _said_part(pause: PauseView, knowledge: PauseKnowledge, said: LogNormal, at_s: float, known: Part) -> Part:
     """The client's word as a distribution. A forecast made as the pause began is a posterior: what its kind of pause is known
     for, after a look at this one. The look - precision 1/said^2 - 1/kind^2 - is what it adds to everything the server knows
-    itself; read as a whole, the kind's own spread would count twice. A forecast as wide as its kind adds nothing."""
-    if at_s > 0.0 or pause.resume_at_s is not None or pause.kind == "unknown":
+    itself; read as a whole, the kind's own spread would count twice. A forecast as wide as its kind adds nothing. ``known``:
+    what is known without it."""
+    if at_s > 0.0 or pause.resume_at_s is not None or pause.kind == "unknown" or not isinstance(known, Empirical):
         return _forecast_part(said.log_median, said.sigma)
     mean, sd = knowledge.scale(pause.tenant, pause.kind)
-    quantiles = tuple(knowledge.quantiles(pause.tenant, pause.kind, pause.key, pause.rhythm))
+    quantiles = known.quantiles
     precision = 1.0 / (said.sigma * said.sigma) - 1.0 / (sd * sd)
     if precision * sd * sd < LOOK_MIN:
         return Empirical(quantiles)
@@ -180,7 +182,7 @@ def pause_curve(
         if pause.resume_at_s is None and pause.forecast is not None and pause.forecast.p_return is None:
             known = sum(share * p for share, p, _ in components)
             p_said = known / (1.0 - weight) if weight < 1.0 else P_RETURN_STATED
-        components.append((weight, _share(p_said), _said_part(pause, knowledge, said, at_s)))
+        components.append((weight, _share(p_said), _said_part(pause, knowledge, said, at_s, components[0][2])))
     if pause.end_keep_s is not None and hear:
         # Asked to be kept, or announced by somebody whose announcements proved false.
         back = P_RETURN_ENDED if pause.end_keep_s > pause.elapsed_s else knowledge.p_return_ended(pause.tenant)
@@ -207,14 +209,37 @@ def _look(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool, trust: flo
 
 def _values(pause: PauseView, rate: float, system: SystemView) -> list[tuple[TierView, float, float]]:
     """For each tier: (tier, seconds saved per byte by one return, seconds to restore the session from it)."""
-    blocks = max(1, pause.context_tokens // system.cost.block_tokens)
-    # As an extent that the tiers below would take: whether they do is the question at the next tier's turn.
-    extent = ExtentView(0, blocks, 1, rate, 0.0, max(2, pause.turns))
-    size = blocks * system.cost.block_bytes
-    return [
-        (view, saved / size, view.load_s_per_block * blocks)
-        for view, saved in zip(system.tiers, saved_by_tier(extent, system), strict=True)
-    ]
+    cost = system.cost
+    blocks = max(1, pause.context_tokens // cost.block_tokens)
+    size = blocks * cost.block_bytes
+    below, scale = recompute_s(0, blocks, cost), rate / size
+    values = []
+    for view in reversed(system.tiers):
+        # ``tiering.saved_by_tier`` of an extent that was used twice: whether the tiers below would take it is the question at
+        # the next tier's turn.
+        load_s = view.load_s_per_block * blocks
+        saved = below - load_s
+        if saved <= 0.0:
+            values.append((view, 0.0, load_s))
+            continue
+        values.append((view, saved / size, load_s))
+        index = saved * scale
+        if view.free_blocks >= blocks or (index > view.price and index > 0.0):
+            below -= saved
+    values.reverse()
+    return values
+
+
+_first_known: tuple[SystemView, list[float]] | None = None
+
+
+def _first_saved(system: SystemView) -> list[float]:
+    """What a context's first block saves on each tier: the same for all decisions about one view of the system."""
+    global _first_known
+    known = _first_known
+    if known is None or known[0] is not system:
+        _first_known = known = system, saved_by_tier(_FIRST_BLOCK, system)
+    return known[1]
 
 
 def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, hear: bool) -> Retention:
@@ -231,7 +256,7 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
         return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "plain LRU does better")
     outlook = _look(pause, knowledge, hear=hear, trust=max(0.0, min(1.0, trust - 1.0)))
     curve, weight, x = outlook.curve, outlook.weight, max(0.0, pause.elapsed_s - outlook.from_s)
-    index, before = curve.index_at(x), curve.mass_at(x)
+    index, before = curve.at(x)
     intact = knowledge.p_intact(pause.kind, depth_of(pause.context_tokens))
     rate = index * intact
     if trust < 1.0 and index > 0.0:
@@ -275,15 +300,16 @@ def _lease(
     costs more the later it stands). ``reading``: an index i counts for rate = (i * intact) ** trust / scale.
     """
     intact, scale, trust = reading
-    limit_s = min(x + LEASE_MAX_S, curve.return_by(x, LEASE_SHARE, before))
-    for i, ((view, value, _), first) in enumerate(zip(values, saved_by_tier(_FIRST_BLOCK, system), strict=True)):
+    for i, (view, value, _) in enumerate(values):
         if value <= 0.0:
             continue  # nothing is kept where loading takes as long as computing
         threshold, price = 0.0, max(view.price, view.cleared)
         if price > 0.0:
+            first = _first_saved(system)[i]
             least = min(value, first / system.cost.block_bytes) if first > 0.0 else value
             threshold = (price / least * scale) ** (1.0 / trust) / intact
         if index > threshold:
+            limit_s = min(x + LEASE_MAX_S, curve.return_by(x, LEASE_SHARE, before))
             gap_s = values[i + 1][2] if i + 1 < len(values) else 0.0
             return min(limit_s, curve.above_until(x, threshold, gap_s, limit_s)) - x, view.tier
     return 0.0, values[-1][0].tier if values else "device"

@@ -40,9 +40,11 @@ def saved_s(extent: ExtentView, tier: TierName, system: SystemView) -> float:
     Each cost is min(load, recompute). It lands on the next tier down that accepts it: has it already, or room for it, or
     holds something of a lower index. 0 for a tier that does not exist.
     """
-    blocks = extent.blocks
-    below = recompute_s(extent.start, blocks, system.cost)
-    scale = extent.rate / (blocks * system.cost.block_bytes)
+    blocks, cost = extent.blocks, system.cost
+    tokens = blocks * cost.block_tokens
+    # recompute_s, written out: this is asked for every extent that changes.
+    below = tokens * (cost.prefill_a_s + cost.prefill_b_s * (extent.start + 0.5 * tokens)) * (1.0 + cost.waiting)
+    scale = extent.rate / (blocks * cost.block_bytes)
     # A load slower than recompute never gets below it, so min(load, recompute) needs no minimum.
     for view in reversed(system.tiers):
         saved = below - view.load_s_per_block * blocks

@@ -12,8 +12,7 @@ from tenuto_server.policy.index import Outlook
 TierName: TypeAlias = Literal["device", "host", "disk"]
 
 
-@dataclass(frozen=True, slots=True)
-class Cycle:
+class Cycle(NamedTuple):
     """A pause that ended and the turn after it, both in seconds."""
 
     pause_s: float

@@ -170,7 +170,7 @@ def with_guesses(
     asking = [row for row in plan.rows if row.room]
     guessed = {row.seq: guess[: row.room] for row, guess in zip(asking, propose(asking), strict=True)}
     rows = [
-        replace(row, tokens=np.concatenate([row.tokens, guessed[row.seq]]), draft=len(guessed[row.seq]))
+        row._replace(tokens=np.concatenate([row.tokens, guessed[row.seq]]), draft=len(guessed[row.seq]))
         if row.room
         else row
         for row in plan.rows
@@ -182,7 +182,7 @@ def _draws(row: ForwardRow) -> list[ForwardRow]:
     """The row once for every token that may be drawn from it, with the number of that draw."""
     if not row.draft:
         return [row]
-    return [replace(row, draw=row.draw + ahead) for ahead in range(row.draft + 1)]
+    return [row._replace(draw=row.draw + ahead) for ahead in range(row.draft + 1)]
 
 
 def confirmed(rows: Sequence[ForwardRow], tokens: Sequence[int]) -> Iterator[tuple[int, int]]:

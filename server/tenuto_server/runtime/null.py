@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -165,7 +165,7 @@ class NullExecutor:
         if not row.room or self._draft is None:
             return row
         guess = self._draft(row)[: row.room]
-        return replace(row, tokens=np.concatenate([row.tokens, guess]), draft=len(guess))
+        return row._replace(tokens=np.concatenate([row.tokens, guess]), draft=len(guess))
 
     def _row(self, row: ForwardRow) -> list[int]:
         """Stores the row; the tokens drawn: one, and one more after each guess that was right."""

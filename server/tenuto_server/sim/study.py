@@ -6,7 +6,9 @@ timing, turns queue, decode and wait for copies, and the row tells how long firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ from tenuto_server.sim.world import World
 _STEPS_MAX = 1 << 40
 _CHUNK_TOKENS = 8192
 _MOVE_TOKENS = 8192
+_COLLECT_EVERY = 200_000
 # Without timing nothing takes time, but policies weigh costs: a token costs the same at every position, as many seconds as
 # h100-8b takes on average to 32K, and loading it is 19 (host) and 4.6 (disk) times faster.
 _TOKEN_S, _HOST_FACTOR, _DISK_FACTOR = 5e-5, 19.0, 4.6
@@ -89,7 +92,8 @@ def simulate(trace: Trace, setup: Setup, workload: Workload) -> dict[str, Any]:
     if policy is None:
         extra = _play_oracle(setup, workload, capacity, tally)
     else:
-        extra = _Run(trace, setup, workload, policy, capacity, tally).row()
+        with _seldom_collected():
+            extra = _Run(trace, setup, workload, policy, capacity, tally).row()
     return {
         "policy": setup.policy,
         "capacity_frac": setup.capacity_frac,
@@ -104,6 +108,20 @@ def simulate(trace: Trace, setup: Setup, workload: Workload) -> dict[str, Any]:
         **tally.row(),
         **extra,
     }
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Garbage in cycles is looked for seldom while a run lasts, and never in the trace: a run leaves hardly any, and each look
+    costs a walk over everything that is alive."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _play_oracle(setup: Setup, workload: Workload, capacity: int, tally: Tally) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class Machine(Protocol):
 class Turn:
     """What became of one request."""
 
+    __slots__ = ("done", "first_token_ns", "rejected", "request_id", "started", "submitted_ns", "tokens")
+
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.tokens: list[int] = []
