@@ -157,16 +157,23 @@ class Pass:
         self._waits: list[tuple[float, int, float]] = []
 
     def run(self, played: list[Turn]) -> list[tuple[Curve, float] | None]:
+        return [self._curve(turn) if open_ else None for turn, open_ in self._teach(played)]
+
+    def teach(self, played: list[Turn]) -> None:
+        """The same without any curve, which is most of the time it takes."""
+        for _ in self._teach(played):
+            pass
+
+    def _teach(self, played: list[Turn]) -> Iterator[tuple[Turn, bool]]:
+        """Each turn when its pause has begun, and whether that is not known to be the last."""
         known = habits_of(played) if self._habits else {}
-        found: list[tuple[Curve, float] | None] = []
         for turn in played:
             while self._waits and self._waits[0][0] <= turn.time_s:
                 self._give_up(*heapq.heappop(self._waits))
             line = self._lines[turn.line]
             if line.turn is not None:
                 self._end(line, turn)
-            found.append(self._begin(line, turn, known.get((turn.line, turn.kind))))
-        return found
+            yield turn, self._begin(line, turn, known.get((turn.line, turn.kind)))
 
     def _give_up(self, at_s: float, number: int, began_s: float) -> None:
         line = self._lines[number]
@@ -194,7 +201,7 @@ class Pass:
         line.paces[kind] = next_pace(line.paces.get(kind), kind, length_s)
         line.lasts[kind] = log(max(length_s, 1.0))
 
-    def _begin(self, line: Line, turn: Turn, habit: float | None) -> tuple[Curve, float] | None:
+    def _begin(self, line: Line, turn: Turn, habit: float | None) -> bool:
         kind, stats, know = turn.kind, self._stats, self._know
         line.context = max(1, turn.kept) if know.compaction and turn.compacted else turn.prompt
         line.traits = Traits(
@@ -204,8 +211,12 @@ class Pass:
         if turn.next_s is None and (know.end or self._ends):
             line.turn = None
             stats.observe_end(TENANT, kind, None, turn.forecast)
-            return None
+            return False
         heapq.heappush(self._waits, (turn.time_s + GIVE_UP_S, turn.line, turn.time_s))
+        return True
+
+    def _curve(self, turn: Turn) -> tuple[Curve, float]:
+        kind, stats, line = turn.kind, self._stats, self._lines[turn.line]
         view = PauseView(
             TENANT, kind, None, 0.0, forecast=turn.forecast, context_tokens=line.context, rhythm=line.rhythm
         )
@@ -308,7 +319,7 @@ def measure(
     for name, taught, more in rows:
         began_s, stats = time.process_time(), PauseStats()
         if taught:
-            Pass(stats, know, **more).run(played)
+            Pass(stats, know, **more).teach(played)
         curves = Pass(stats, know, **more).run(played)
         shares = [
             100.0 * (worst - play(played, curves, size, know)) / (worst - best)
