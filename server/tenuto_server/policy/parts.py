@@ -36,8 +36,7 @@ _SQRT2 = sqrt(2.0)
 _SQRT2PI = sqrt(2.0 * pi)
 
 
-@dataclass(frozen=True, slots=True)
-class LogNormal:
+class LogNormal(NamedTuple):
     """A forecast: 95 % lognormal around exp(``log_median``) seconds with log-sd ``sigma``, 5 % as wide as a class."""
 
     log_median: float
@@ -81,8 +80,7 @@ class LogNormal:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Empirical:
+class Empirical(NamedTuple):
     """Observed lengths as ``quantiles`` at evenly spaced probabilities (i + 0.5) / n, in seconds, ascending; beyond the
     64th, each where half of what is left has come.
 
@@ -157,8 +155,7 @@ class Empirical:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(NamedTuple):
     """Observed lengths seen through a noisy look at log R: their density times a Gaussian around ``log_middle`` with log-sd
     ``sigma`` (Bayes). It keeps the shape of what is observed - the shortest there is, the skew, the tail - where a lognormal
     around the forecast does not."""
