@@ -1,8 +1,9 @@
 """Real coding agents from their registries, and a real server with a scripted model for them to talk to.
 
 Agents are installed once, into a folder of the user's cache, with the versions that ``package.json`` and ``PYTHON_AGENTS``
-name. Where that is not possible (no npm, no network, another platform) their tests are skipped and say why. Every agent runs
-in a home of its own, so that nothing of the user's is read or written.
+name. That is mostly waiting: it begins when the tests are collected, beside all others, and these tests come last. Where it is
+not possible (no npm, no network, another platform) their tests are skipped and say why. Every agent runs in a home of its own,
+so that nothing of the user's is read or written.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,79 +52,151 @@ def cache() -> Path:
     return base / "tenuto" / "agents"
 
 
-def installed(command: list[str], folder: Path, mark: str, text: str) -> str | None:
-    """Runs an installation once for each ``text``; what went wrong, None for nothing."""
+_RUNNING: set[subprocess.Popen[str]] = set()
+_PROBLEMS: dict[Path, str] = {}
+
+
+def installed(commands: list[list[str]], folder: Path, mark: str, text: str) -> str | None:
+    """Runs an installation once for each ``text``, at the lowest priority; what went wrong, None for nothing. Whoever else
+    wants the same meanwhile waits for it."""
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / f"{mark}.installed"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    with (folder / "lock").open("w") as lock:
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if done.exists() and done.read_text() == digest:
             return None
-        try:
-            run = subprocess.run(
-                command,
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_S,
-                stdin=subprocess.DEVNULL,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"{command[0]} did not finish within {INSTALL_S:g} s"
-        if run.returncode:
-            return f"{Path(command[0]).name} failed: {run.stderr.strip()[-300:]}"
+        if folder in _PROBLEMS:
+            return _PROBLEMS[folder]
+        for command in commands:
+            if (problem := _failed(command, folder)) is not None:
+                _PROBLEMS[folder] = problem
+                return problem
         done.write_text(digest)
     return None
+
+
+def _failed(command: list[str], folder: Path) -> str | None:
+    words = ["nice", "-n", "19", *command] if shutil.which("nice") else command
+    name, pipe = Path(command[0]).name, subprocess.PIPE
+    with subprocess.Popen(
+        words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=pipe, text=True
+    ) as process:
+        _RUNNING.add(process)
+        try:
+            _, said = process.communicate(timeout=INSTALL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"{name} did not finish within {INSTALL_S:g} s"
+        finally:
+            _RUNNING.discard(process)
+    return f"{name} failed: {said.strip()[-300:]}" if process.returncode else None
+
+
+def _beside(install: Callable[[], object]) -> None:
+    """Installs while other tests run; what goes wrong is told where it is wanted."""
+    threading.Thread(target=install, daemon=True).start()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if HERE in item.path.parents]
+    mine = set(map(id, ours))
+    items[:] = [*(item for item in items if id(item) not in mine), *ours]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.collectonly:
+        return
+    ours = [item for item in session.items if HERE in item.path.parents]
+    if NPM and any("node_agents" in getattr(item, "fixturenames", ()) for item in ours):
+        _beside(_install_node)
+    wanted = {mark.args[0] for item in ours for mark in item.iter_markers("agent")}
+
+    def python_agents() -> None:
+        for name in sorted(wanted & _by_default()):
+            _install_python(name)
+
+    _beside(python_agents)
+
+
+def pytest_sessionfinish() -> None:
+    for process in list(_RUNNING):
+        process.kill()
+
+
+NPM = shutil.which("npm") if (sys.platform, platform.machine()) == ("linux", "x86_64") else None
+
+
+def _install_node() -> str | None:
+    assert NPM is not None
+    folder = cache()
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = (HERE / "package.json").read_text()
+    (folder / "package.json").write_text(listed)
+    command = [NPM, "install", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
+    return installed([command], folder, "npm", listed)
 
 
 @pytest.fixture(scope="session")
 def node_agents() -> Path:
     """The folder with the agents' programs."""
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("npm is not installed")
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        pytest.skip("the agents' programs are named for linux-x64")
-    folder = cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    listed = (HERE / "package.json").read_text()
-    (folder / "package.json").write_text(listed)
-    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
-    problem = installed(command, folder, "npm", listed)
+    if NPM is None:
+        pytest.skip("npm is not installed, or this is not linux-x64, which the agents' programs are named for")
+    problem = _install_node()
     if problem is not None:
         pytest.skip(problem)
-    return folder / "node_modules"
+    return cache() / "node_modules"
 
 
-def interpreter(oldest: tuple[int, int]) -> str:
-    """A Python of at least this version; a skip where there is none."""
+def interpreter(oldest: tuple[int, int]) -> str | None:
+    """A Python of at least this version."""
     if sys.version_info >= oldest:
         return sys.executable
     for minor in range(oldest[1], oldest[1] + 4):
         found = shutil.which(f"python3.{minor}")
         if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
             return found
-    pytest.skip(f"no Python {oldest[0]}.{oldest[1]} or newer is installed")
+    return None
+
+
+def _by_default() -> frozenset[str]:
+    """The Python agents that are installed for the tests: hundreds of megabytes each."""
+    choice = os.environ.get("TENUTO_TEST_PYTHON_AGENTS", "")
+    return frozenset({"0": (), "1": PYTHON_AGENTS}.get(choice, ("mini", "aider")))
+
+
+def _install_python(name: str) -> str | None:
+    packages, _, oldest = PYTHON_AGENTS[name]
+    python = interpreter(oldest)
+    if python is None:
+        return f"no Python {oldest[0]}.{oldest[1]} or newer is installed"
+    folder = cache() / f"py-{name}"
+    made = [python, "-m", "venv", "--clear", "--without-pip", str(folder)]
+    target = str(folder / "bin" / "python")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        target,
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-compile",
+    ]
+    return installed([made, [*pip, *packages]], folder, "pip", " ".join(packages))
 
 
 def python_agent(name: str) -> Path:
-    """The program of an agent written in Python, in a virtual environment of its own. Opt-in: they bring hundreds of
-    megabytes; installed already, they are always used."""
-    packages, program, oldest = PYTHON_AGENTS[name]
-    folder = cache() / f"py-{name}"
-    if not (folder / program).exists() and not os.environ.get("TENUTO_TEST_PYTHON_AGENTS"):
+    """The program of an agent written in Python, in a virtual environment of its own. Installed already, it is always used."""
+    packages, program, _ = PYTHON_AGENTS[name]
+    found = cache() / f"py-{name}" / program
+    if name not in _by_default() and not found.exists():
         pytest.skip(f"{' '.join(packages)} is not installed; TENUTO_TEST_PYTHON_AGENTS=1 installs it into the cache")
-    if not (folder / program).exists():
-        subprocess.run([interpreter(oldest), "-m", "venv", "--without-pip", str(folder)], check=True)
-        target = str(folder / "bin" / "python")
-        pip = [sys.executable, "-m", "pip", "--python", target, "install", "-q", "--disable-pip-version-check"]
-        problem = installed([*pip, *packages], folder, "pip", " ".join(packages))
-        if problem is not None:
-            shutil.rmtree(folder)
-            pytest.skip(problem)
-    return folder / program
+    problem = _install_python(name)
+    if problem is not None:
+        pytest.skip(problem)
+    return found
 
 
 @dataclass(frozen=True)
@@ -145,7 +219,7 @@ class Server:
         return [x["pause"] for x in lines if x.get("session") == session and "length_s" in x]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     port, journal, log = folder / "port", folder / "journal.jsonl", folder / "log"

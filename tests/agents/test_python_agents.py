@@ -34,6 +34,7 @@ def run_script(python: Path, script: str, work: Path, **env: str) -> subprocess.
     )
 
 
+@pytest.mark.agent("mini")
 def test_mini_swe_agent(server: Server, tmp_path: Path) -> None:
     """Its commands are tool calls; the script's last answer submits, as the agent's own protocol asks for."""
     program = python_agent("mini")
@@ -58,6 +59,7 @@ def test_mini_swe_agent(server: Server, tmp_path: Path) -> None:
     assert server.pauses(root["id"])[0] == "tool"
 
 
+@pytest.mark.agent("aider")
 def test_aider(server: Server, tmp_path: Path) -> None:
     """No tools, no identity: one conversation all the same."""
     program = python_agent("aider")
@@ -79,6 +81,7 @@ def test_aider(server: Server, tmp_path: Path) -> None:
     assert root["state"] == "ended"
 
 
+@pytest.mark.agent("openhands")
 def test_openhands(server: Server, tmp_path: Path) -> None:
     """Headless by its SDK: it names its session itself, and its last call is an answer, not a tool that runs."""
     python = python_agent("openhands")
@@ -94,6 +97,7 @@ def test_openhands(server: Server, tmp_path: Path) -> None:
     assert sum(root["last"]["cached"].values()) >= 0.9 * root["last"]["prompt_tokens"]
 
 
+@pytest.mark.agent("openhands")
 def test_openhands_with_its_adapter(server: Server, tmp_path: Path) -> None:
     python = python_agent("openhands")
     before = set(server.tree())
@@ -107,6 +111,7 @@ def test_openhands_with_its_adapter(server: Server, tmp_path: Path) -> None:
     assert server.pauses(root["id"]) == ["tool"]
 
 
+@pytest.mark.agent("mini")
 def test_mini_swe_agent_with_its_adapter(server: Server, tmp_path: Path) -> None:
     python = python_agent("mini").parent / "python"
     done = run_script(python, "mini_agent.py", tmp_path, URL=server.url)
@@ -117,6 +122,7 @@ def test_mini_swe_agent_with_its_adapter(server: Server, tmp_path: Path) -> None
     assert server.pauses(root["id"]) == ["tool"]
 
 
+@pytest.mark.agent("mini")
 def test_litellm(server: Server, tmp_path: Path) -> None:
     """As the agents above use it; mini-swe-agent's environment brings it."""
     python = python_agent("mini").parent / "python"
