@@ -51,6 +51,25 @@ def test_a_cold_aligned_read_leaves_the_page_cache_alone(tmp_path: Path) -> None
     file.close()
 
 
+def test_files_may_be_replaced_while_they_are_dropped_from_the_page_cache(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def replace() -> None:
+        while not stop.is_set():
+            (tmp_path / "new").write_bytes(b"x" * ALIGNMENT)
+            (tmp_path / "new").replace(tmp_path / "old")
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        for _ in range(100):
+            page_cache.drop(tmp_path)
+            assert page_cache.cached_share(tmp_path) in (None, *(at / 2 for at in range(3)))
+    finally:
+        stop.set()
+        thread.join()
+
+
 @pytest.mark.parametrize(("offset", "count", "shift"), [(1, 5000, 0), (4096, 8192, 8), (4096, 8000, 0)])
 def test_what_is_not_aligned_is_read_all_the_same(written, offset: int, count: int, shift: int) -> None:
     file, data, _ = written

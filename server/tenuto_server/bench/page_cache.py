@@ -8,6 +8,8 @@ it reads single pages with RWF_NOWAIT, which fails where a page would have to co
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _PAGE = 4096
@@ -18,13 +20,9 @@ def drop(folder: Path) -> None:
     """All files under ``folder``."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in _files(folder):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    for fd in _opened(folder):
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def cached_share(folder: Path) -> float | None:
@@ -33,8 +31,7 @@ def cached_share(folder: Path) -> float | None:
         return None
     found = asked = 0
     page = bytearray(_PAGE)
-    for path in _files(folder):
-        fd = os.open(path, os.O_RDONLY)
+    for fd in _opened(folder):
         try:
             # A probe must not make the kernel read ahead what the next one asks for.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -44,8 +41,6 @@ def cached_share(folder: Path) -> float | None:
                 found += _in_memory(fd, page, number * _PAGE)
         except OSError:  # a file system that does not know the flag
             return None
-        finally:
-            os.close(fd)
     return found / asked if asked else None
 
 
@@ -56,5 +51,17 @@ def _in_memory(fd: int, page: bytearray, offset: int) -> bool:
         return False
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
+def _opened(folder: Path) -> Iterator[int]:
+    """A descriptor of each file that is not empty, for as long as it is looked at. The server is alive: what it replaces or
+    removes meanwhile is passed over."""
+    for path in sorted(folder.rglob("*")):
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            about = os.fstat(fd)
+            if stat.S_ISREG(about.st_mode) and about.st_size:
+                yield fd
+        finally:
+            os.close(fd)
