@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import socket
 import struct
 import time
@@ -110,7 +111,7 @@ def test_half_closed_socket_frees_the_turn(long_answer, wait):
     assert long_answer.chat("again", max_tokens=3)[0] == 200
 
 
-def test_half_sent_request_leaves_nothing_behind(site):
+def test_half_sent_request_leaves_nothing_behind(site, caplog):
     raw = socket.create_connection(("127.0.0.1", site.port))
     raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     raw.shutdown(socket.SHUT_WR)
@@ -118,6 +119,7 @@ def test_half_sent_request_leaves_nothing_behind(site):
     raw.close()
     assert site.chat()[0] == 200
     assert len(site.engine.turns) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_slow_reader_delays_nobody_and_gets_everything(site, tokenizer, wait):

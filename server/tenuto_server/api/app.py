@@ -7,7 +7,7 @@ from typing import Literal
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tenuto_server.api import (
@@ -60,6 +60,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGone, on_client_gone)
+    app.add_exception_handler(ClientDisconnect, on_client_gone)
     app.add_exception_handler(Exception, on_crash)
 
     def count(path: str, status: int) -> None:
