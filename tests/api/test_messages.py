@@ -198,11 +198,15 @@ def test_prewarm_computes_and_generates_nothing(site):
 
 def test_a_ttl_becomes_a_floor_for_the_pause_after_the_answer(site):
     block = {"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    status, _, body = send(site, headers={"x-session-id": "s"}, system=[block])
+    status, _, body = send(site, headers={"x-session-id": "of-an-hour"}, system=[block])
     assert status == 200
     (batch,) = site.engine.batches
     (action,) = batch.envelope.actions
-    assert (action.action_type, action.payload["session"], action.payload["duration_s"]) == ("kv.retain", "s", 3600.0)
+    assert (action.action_type, action.payload["session"], action.payload["duration_s"]) == (
+        "kv.retain",
+        "of-an-hour",
+        3600.0,
+    )
     assert [receipt["outcome"] for receipt in body["tenuto"]["receipts"]] == ["accepted"]
     usage = body["usage"]
     assert usage["cache_creation"]["ephemeral_1h_input_tokens"] == usage["cache_creation_input_tokens"] > 0

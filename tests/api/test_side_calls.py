@@ -2,6 +2,7 @@
 they change nothing of what is known about the session."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -78,13 +79,19 @@ def send(site, path, body, headers):
 
 
 def views(site):
-    """All that is shown of every session, without what time alone changes."""
-    shown = site.request("GET", "/v1/sessions")[2]["data"]
-    for view in shown:
-        view.pop("pause_age_s", None)
-        if "lease" in view:
-            view["lease"].pop("until_s")
-    return shown
+    """All that is shown of every session, without what time alone changes. What an answer's end sets off, a pause and its
+    lease, is decided beside the answer: once the same was shown three times, it has come."""
+    last, same = None, 0
+    while same < 3:
+        shown = site.request("GET", "/v1/sessions")[2]["data"]
+        for view in shown:
+            view.pop("pause_age_s", None)
+            if "lease" in view:
+                view["lease"].pop("until_s")
+        same = same + 1 if shown == last else 1
+        last = shown
+        time.sleep(0.02)
+    return last
 
 
 def facts(session):
