@@ -224,7 +224,7 @@ class _Exchange:
 
 
 def _sync_transport(lib: Any, watch: _Watch, inner: Any) -> Any:
-    class Tee(lib.SyncByteStream):  # type: ignore[misc]
+    class Tee(lib.SyncByteStream):
         def __init__(self, stream: Any, exchange: _Exchange) -> None:
             self._stream, self._exchange = stream, exchange
 
@@ -239,7 +239,7 @@ def _sync_transport(lib: Any, watch: _Watch, inner: Any) -> Any:
             finally:
                 watch.guard(self._exchange.end)
 
-    class HintTransport(lib.BaseTransport):  # type: ignore[misc]
+    class HintTransport(lib.BaseTransport):
         # ``owner`` keeps the SDK's HTTP client alive: it closes the shared transport when it is collected.
         def __init__(self, transport: Any) -> None:
             self._transport, self._owner = transport, inner
@@ -260,7 +260,7 @@ def _sync_transport(lib: Any, watch: _Watch, inner: Any) -> Any:
 
 
 def _async_transport(lib: Any, watch: _Watch, inner: Any) -> Any:
-    class AsyncTee(lib.AsyncByteStream):  # type: ignore[misc]
+    class AsyncTee(lib.AsyncByteStream):
         def __init__(self, stream: Any, exchange: _Exchange) -> None:
             self._stream, self._exchange = stream, exchange
 
@@ -275,7 +275,7 @@ def _async_transport(lib: Any, watch: _Watch, inner: Any) -> Any:
             finally:
                 watch.guard(self._exchange.end)
 
-    class AsyncHintTransport(lib.AsyncBaseTransport):  # type: ignore[misc]
+    class AsyncHintTransport(lib.AsyncBaseTransport):
         def __init__(self, transport: Any) -> None:
             self._transport, self._owner = transport, inner
 

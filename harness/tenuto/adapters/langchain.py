@@ -23,7 +23,7 @@ def middleware(session: SessionCore | None = None) -> Any:
         settings["extra_headers"] = {**(settings.get("extra_headers") or {}), **gaps.headers}
         return request.override(model_settings=settings)
 
-    class TenutoMiddleware(base):  # type: ignore[misc]
+    class TenutoMiddleware(base):
         def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
             gaps.turn_begins()
             return handler(named(request))

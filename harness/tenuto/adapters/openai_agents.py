@@ -30,7 +30,7 @@ def run_hooks(session: SessionCore | None = None) -> Any:
     base: Any = importlib.import_module("agents").RunHooks
     gaps = Gaps(session, "openai-agents")
 
-    class TenutoRunHooks(base):  # type: ignore[misc]
+    class TenutoRunHooks(base):
         headers = gaps.headers
 
         async def on_llm_start(self, context: Any, agent: Any, system_prompt: Any, input_items: Any) -> None:

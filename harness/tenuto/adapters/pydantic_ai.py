@@ -17,7 +17,7 @@ def capability(session: SessionCore | None = None) -> Any:
     base: Any = importlib.import_module("pydantic_ai.capabilities").AbstractCapability
     gaps = Gaps(session, "pydantic-ai")
 
-    class TenutoCapability(base):  # type: ignore[misc]
+    class TenutoCapability(base):
         def get_model_settings(self) -> Any:
             return {"extra_headers": gaps.headers}
 

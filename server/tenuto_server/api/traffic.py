@@ -25,6 +25,8 @@ _SPAWNS_MAX = 64
 _SPAWN_S = 600.0
 _CHILD_COMES_S = 10.0
 _SPAWN_TEXT_MIN = 12
+# Calls that a pause of another kind than a tool's follows, in the order of precedence.
+_WAITED_FOR: tuple[tuple[frozenset[str], PauseKind], ...] = ((ASKS, "permission"), (SPAWNS | WAITS, "subagent"))
 _SHRUNK = 0.6  # a prompt below this share of the last one was compacted, when all else is equal
 
 
@@ -171,10 +173,10 @@ class Traffic:
             if name in SPAWNS:
                 record.child_due = self._clock() + _CHILD_COMES_S
                 self._remember_spawn(tenant, session, call.parsed())
-        for known, kind in ((ASKS, "permission"), (SPAWNS | WAITS, "subagent")):
+        for known, kind in _WAITED_FOR:
             for call, name in zip(calls, names, strict=True):
                 if name in known:
-                    return Pause(kind, call.name[:256])  # type: ignore[arg-type]
+                    return Pause(kind, call.name[:256])
         return Pause("tool", calls[0].name[:256], program_of(calls[0].arguments))
 
     def _child_at_work(self, tenant: str, record: _Record) -> bool:
