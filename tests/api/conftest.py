@@ -21,6 +21,7 @@ from tenuto.wire import Divergence, Receipt, SessionView
 from tenuto_server.api.app import WEBSOCKETS, create_app
 from tenuto_server.api.limits import HttpProtocol
 from tenuto_server.api.service import Patience, ServedModel, Service
+from tenuto_server.cache.integrity import check
 from tenuto_server.config import ServerConfig
 from tenuto_server.engine.events import CancelTurn, Event, HintBatch, PauseInferred, QuerySessions, StopTurn, SubmitTurn
 from tenuto_server.engine.loop import EngineLoop
@@ -186,6 +187,14 @@ class Site:
         for raw in self.sockets:
             raw.close()
         self.sockets.clear()
+
+    def settle(self) -> None:
+        """Over the real engine: waits until nothing runs; every block is accounted for then and none belongs to anybody."""
+        cache = self.engine.core.cache
+        eventually(lambda: not cache.tables)
+        self.request("GET", "/v1/sessions")
+        eventually(lambda: not cache.tiers.moves)
+        check(cache)
 
     def request(self, method: str, path: str, body=None, headers=None):
         """(status, headers, parsed JSON or raw bytes)."""

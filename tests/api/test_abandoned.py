@@ -9,7 +9,6 @@ import socket
 import pytest
 
 from tenuto_server.cache.identity import RootIdentity
-from tenuto_server.cache.integrity import check
 from tenuto_server.config import CacheConfig, EngineConfig
 from tenuto_server.engine.engine import Engine
 from tenuto_server.policy import make_policy
@@ -45,16 +44,6 @@ def connect(site, path, data, length=None):
     return raw
 
 
-def settled(site, wait):
-    """Nothing runs; every block is accounted for and none belongs to anybody."""
-    cache = site.engine.core.cache
-    wait(lambda: not cache.tables)
-    site.request("GET", "/v1/sessions")
-    wait(lambda: not cache.tiers.moves)
-    check(cache)
-    return cache
-
-
 def figure(site, name):
     lines = site.request("GET", "/metrics")[2].decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"tenuto_{name} "))
@@ -74,31 +63,31 @@ def test_leaving_in_any_phase_gives_everything_back(live, wait, path):
     read.close()  # in the middle of its answer
     for raw in waiting[3::2]:
         raw.shutdown(socket.SHUT_RDWR)
-    settled(live, wait)
+    live.settle()
     # The longest prompt there can be still fits: nothing is lost.
     assert live.request("POST", path, body(path, "again " * 380, 5))[0] == 200
-    settled(live, wait)
+    live.settle()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_readers_that_only_say_that_they_will_not_write_any_more_are_no_leak(live, wait, path):
+def test_readers_that_only_say_that_they_will_not_write_any_more_are_no_leak(live, path):
     raw = connect(live, path, json.dumps(body(path, limit=20, stream=True)).encode())
     raw.shutdown(socket.SHUT_WR)
     while raw.recv(4096):
         pass  # the server may answer or take it for leaving; it ends either way
-    settled(live, wait)
+    live.settle()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_reader_that_takes_nothing_holds_up_nobody(live, wait, path):
+def test_a_reader_that_takes_nothing_holds_up_nobody(live, path):
     slow = connect(live, path, json.dumps(body(path, limit=1200, stream=True)).encode())
     assert live.request("POST", path, body(path, "quick", 3))[0] == 200
     slow.close()
-    settled(live, wait)
+    live.settle()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_too_large_or_too_long_is_refused_in_the_dialects_shape(live, wait, path):
+def test_what_is_too_large_or_too_long_is_refused_in_the_dialects_shape(live, path):
     status, _, answer = live.request("POST", path, body(path, "x" * 400_000))
     assert (status, "300000 bytes" in answer["error"]["message"]) == (413, True)
     assert (answer.get("type") == "error") == (path == "/v1/messages")
@@ -109,13 +98,13 @@ def test_what_is_too_large_or_too_long_is_refused_in_the_dialects_shape(live, wa
     field = "input" if path == "/v1/responses" else "messages"
     told = answer["error"]
     assert told["message"].startswith("prompt is too long" if path == "/v1/messages" else f"{field}: ")
-    settled(live, wait)
+    live.settle()
 
 
-def test_a_request_that_comes_byte_by_byte_is_answered(live, wait):
+def test_a_request_that_comes_byte_by_byte_is_answered(live):
     data = json.dumps(body(PATHS[2], "hi", 3)).encode()
     raw = connect(live, PATHS[2], b"", len(data))
     for at in range(0, len(data), 7):
         raw.sendall(data[at : at + 7])
     assert raw.recv(15).startswith(b"HTTP/1.1 200")
-    settled(live, wait)
+    live.settle()

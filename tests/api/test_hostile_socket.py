@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tenuto_server.api.service import Patience
 from tenuto_server.cache.identity import RootIdentity
-from tenuto_server.cache.integrity import check
 from tenuto_server.config import CacheConfig, EngineConfig
 from tenuto_server.engine.engine import Engine
 from tenuto_server.policy import make_policy
@@ -60,13 +59,9 @@ def last(line):
     return event
 
 
-def settled(site, wait):
-    """Nothing runs, every block is accounted for, and the next client is served."""
-    cache = site.engine.core.cache
-    wait(lambda: not cache.tables)
-    site.request("GET", "/v1/sessions")
-    wait(lambda: not cache.tiers.moves)
-    check(cache)
+def settled(site):
+    """All is given back, and the next client is served."""
+    site.settle()
     with connect(site) as line:
         assert ask(line)["type"] in LAST[:2]
 
@@ -132,12 +127,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_frame_closes_the_connection_with_the_code_that_says_why(live, wait, case):
+def test_a_broken_frame_closes_the_connection_with_the_code_that_says_why(live, case):
     data, code = BROKEN[case]
     raw = handshaken(live)
     raw.sendall(data)
     assert close_code(raw) == code
-    settled(live, wait)
+    settled(live)
 
 
 def test_a_broken_frame_in_mid_stream_ends_the_turn(live, wait):
@@ -147,16 +142,16 @@ def test_a_broken_frame_in_mid_stream_ends_the_turn(live, wait):
         wait(lambda: live.engine.core.cache.tables)
         raw.sendall(data)
         assert close_code(raw) == code
-        settled(live, wait)
+        settled(live)
 
 
-def test_a_compression_bomb_is_measured_unpacked(live, wait):
+def test_a_compression_bomb_is_measured_unpacked(live):
     raw = handshaken(live, "sec-websocket-extensions: permessage-deflate\r\n")
     bomb = deflated(b" " * 50_000_000)
     assert len(bomb) < LIMIT
     raw.sendall(frame(TEXT, bomb, reserved=4))
     assert close_code(raw) == 1009
-    settled(live, wait)
+    settled(live)
 
 
 junk = st.recursive(
@@ -193,9 +188,9 @@ def test_every_frame_gets_one_end_and_the_connection_lives(line, sent):
         assert set(event["error"]) == {"message", "type", "param", "code"}
 
 
-def test_after_all_that_the_connection_serves(live, line, wait):
+def test_after_all_that_the_connection_serves(live, line):
     assert ask(line)["type"] in LAST[:2]
-    settled(live, wait)
+    settled(live)
 
 
 @pytest.mark.parametrize("levels", [50, 900, 20_000])
@@ -206,7 +201,7 @@ def test_deep_nesting_is_answered_or_refused(line, levels):
     assert ask(line)["type"] in LAST[:2]
 
 
-def test_requests_wait_for_their_turn_and_one_too_many_is_refused(live, wait):
+def test_requests_wait_for_their_turn_and_one_too_many_is_refused(live):
     """Answers come one after the other, each whole before the next begins, in the order of their requests."""
     with connect(live) as line:
         for number in range(12):
@@ -219,7 +214,7 @@ def test_requests_wait_for_their_turn_and_one_too_many_is_refused(live, wait):
         assert answered[0] == 0
         assert len(answered) >= 5  # one that runs, four that wait
         assert ask(line)["type"] in LAST[:2]
-    settled(live, wait)
+    settled(live)
 
 
 @pytest.mark.parametrize("way", ["closes", "resets", "says no more", "goes with a queue", "leaves half a frame"])
@@ -239,10 +234,10 @@ def test_a_client_that_goes_in_mid_stream_leaves_nothing(live, wait, way):
     else:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
         raw.close()
-    settled(live, wait)
+    settled(live)
 
 
-def test_half_open_connections_hold_up_nobody(live, wait):
+def test_half_open_connections_hold_up_nobody(live):
     """They say half of a handshake, half of a frame, or half of a message, and then nothing."""
     silent = [handshaken(live) for _ in range(3)]
     silent[1].sendall(frame(TEXT, json.dumps(CREATE).encode())[:10])
@@ -250,9 +245,9 @@ def test_half_open_connections_hold_up_nobody(live, wait):
     unmade = socket.create_connection(("127.0.0.1", live.port), timeout=20)
     live.sockets.append(unmade)
     unmade.sendall(b"GET /v1/responses HTTP/1.1\r\nupgrade: websocket\r\n")
-    settled(live, wait)
+    settled(live)
     live.hang_up()
-    settled(live, wait)
+    settled(live)
 
 
 def test_a_reader_that_takes_nothing_is_cut_off(make_site, wait):
@@ -264,7 +259,7 @@ def test_a_reader_that_takes_nothing_is_cut_off(make_site, wait):
     wide = {**CREATE, "metadata": {str(n): "x" * 500 for n in range(300)}, "max_output_tokens": 500}
     raw.sendall(frame(TEXT, json.dumps(wide).encode()) * 4)
     wait(lambda: site.engine.core.cache.tables)
-    settled(site, wait)
+    settled(site)
     assert executor.wrong == []
 
 
@@ -305,7 +300,7 @@ def test_another_method_or_path_is_no_handshake(live):
     assert told.value.response.status_code == 403
 
 
-def test_an_error_of_the_servers_own_is_told_and_closes_with_1011(make_site, wait, caplog):
+def test_an_error_of_the_servers_own_is_told_and_closes_with_1011(make_site, caplog):
     site, _ = served(make_site)
     site.service.traffic.arrive = None  # as a bug in it would be: the first request that gets so far fails
     with connect(site) as line:
