@@ -73,7 +73,8 @@ class Front:
             self.h11.receive_data(data)
 
     async def body(self) -> bytes | None:
-        """The next piece of the request's body, not to be changed; None at its end. Raises ``ConnectionError`` when the client leaves."""
+        """The next piece of the request's body, not to be changed; None at its end. Raises ``ConnectionError`` when the
+        client leaves."""
         if self.h11.they_are_waiting_for_100_continue:
             await self._write(self.h11.send(h11.InformationalResponse(status_code=100, headers=[])))
         while True:

@@ -1,7 +1,8 @@
 """The proxy itself: listens on loopback, forwards requests, copies answers to the tracker. Owns connections and counts.
 
 A body is held only until it is complete, so that its session can be named; of a large one the beginning goes ahead where
-that can be guessed (``ahead``), and one that is larger than the tracker reads goes on in pieces, unread. An answer is passed on piece by piece, each before it is looked at.
+that can be guessed (``ahead``), and one that is larger than the tracker reads goes on in pieces, unread. An answer is passed
+on piece by piece, each before it is looked at.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import h11
 
@@ -36,6 +38,16 @@ RUN_PATH = "/run/"
 
 OnHook = Callable[[str, bytes], None]
 Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A request as it goes upstream. ``ahead``: its beginning went already; ``rest``: more of its body is still to come in."""
+
+    head: h11.Request
+    body: bytes
+    ahead: Ahead | None = None
+    rest: bool = False
 
 
 class ProxyServer:
@@ -176,13 +188,14 @@ class ProxyServer:
         if ticket is not None and ticket.node is not None:
             ticket.node.rewritten = body is not whole
         extra = ticket.extra if ticket is not None else {}
-        outgoing = self._head(request, target, extra, len(body) if complete else None, plain)
-        if ahead is not None and (body is not whole or ahead.head != outgoing):
+        head = self._head(request, target, extra, len(body) if complete else None, plain)
+        if ahead is not None and (body is not whole or ahead.head != head):
             self.counts["guessed_wrong"] += 1
             ahead.link.close()
             ahead = None
+        outgoing = Outgoing(head, body, ahead, rest=not complete)
         if not complete:
-            await self._relay(front, outgoing, body, ticket, rest=True)
+            await self._relay(front, outgoing, ticket)
             return
         task, gone = asyncio.current_task(), False
 
@@ -194,7 +207,7 @@ class ProxyServer:
 
         front.when_gone(cancel)
         try:
-            await self._relay(front, outgoing, body, ticket, rest=False, ahead=ahead)
+            await self._relay(front, outgoing, ticket)
         except asyncio.CancelledError:
             if not gone:
                 raise  # the proxy itself is closing
@@ -241,20 +254,11 @@ class ProxyServer:
         plain = decoded(body, coding)
         return (body, False) if plain is None else (normalised(form, plain, parts), bool(coding))
 
-    async def _relay(
-        self,
-        front: Front,
-        outgoing: h11.Request,
-        body: bytes,
-        ticket: Ticket | None,
-        *,
-        rest: bool,
-        ahead: Ahead | None = None,
-    ) -> None:
+    async def _relay(self, front: Front, outgoing: Outgoing, ticket: Ticket | None) -> None:
         link: Link | None = None
         form = ticket.form if ticket is not None else None
         try:
-            link, response = await self._ask(front, outgoing, body, ticket, rest, ahead)
+            link, response = await self._ask(front, outgoing, ticket)
             await self._pass_on(front, link, response, ticket)
             self.upstream.give_back(link)
             link = None
@@ -268,7 +272,7 @@ class ProxyServer:
             )
             advice = "Is the server running? The proxy's --upstream names it." if unreachable else "Try again."
             kind = "upstream_unreachable" if unreachable else "upstream_failed"
-            extra = [("connection", "close")] if rest else []
+            extra = [("connection", "close")] if outgoing.rest else []
             await front.answer(502, refusal(form, 502, kind, f"tenuto proxy: {text}. {advice}"), extra)
         finally:
             if ticket is not None:
@@ -277,16 +281,9 @@ class ProxyServer:
             if link is not None:
                 link.close()
 
-    async def _ask(
-        self,
-        front: Front,
-        outgoing: h11.Request,
-        body: bytes,
-        ticket: Ticket | None,
-        rest: bool,
-        ahead: Ahead | None,
-    ) -> tuple[Link, h11.Response]:
+    async def _ask(self, front: Front, outgoing: Outgoing, ticket: Ticket | None) -> tuple[Link, h11.Response]:
         """Sends the request and waits for the head of its answer; once more when an idle connection turned out dead."""
+        head, body, ahead = outgoing.head, outgoing.body, outgoing.ahead
         link = ahead.link if ahead is not None else await self.upstream.take()
         while True:
             fresh = link.fresh
@@ -294,11 +291,11 @@ class ProxyServer:
                 if ahead is not None:
                     held, ahead = ahead.held, None
                     await link.send(h11.Data(data=held), h11.EndOfMessage())
-                elif rest:
-                    await link.send(outgoing, h11.Data(data=body))
+                elif outgoing.rest:
+                    await link.send(head, h11.Data(data=body))
                     await _send_rest(front, link, len(body))
                 else:
-                    await link.send(outgoing, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
+                    await link.send(head, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
                 if ticket is not None and not ticket.studied:
                     # Reading a large body takes milliseconds: not before a quick answer has had its chance to pass.
                     asyncio.get_running_loop().call_later(STUDY_AFTER_S, self.tracker.study, ticket)
@@ -310,7 +307,7 @@ class ProxyServer:
                 raise ConnectionResetError("no answer came")
             except ConnectionError:
                 link.close()
-                if fresh or rest:
+                if fresh or outgoing.rest:
                     raise
                 link = await self.upstream.connect()
             except BaseException:
