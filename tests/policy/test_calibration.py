@@ -12,9 +12,9 @@ import pytest
 
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.calibration import PauseStats, next_pace, rhythm_of
+from tenuto_server.policy.distributions import Empirical
 from tenuto_server.policy.histogram import BINS, Histogram, bin_edge, bin_of
 from tenuto_server.policy.index import mixture
-from tenuto_server.policy.parts import Empirical
 from tenuto_server.policy.score import Score
 from tenuto_server.policy.views import PauseKnowledge
 

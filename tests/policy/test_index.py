@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.wire import Forecast
+from tenuto_server.policy.distributions import SIGMA_UNSTATED, Component, Empirical, LogNormal, Looked, Part
 from tenuto_server.policy.index import Curve, mixture
-from tenuto_server.policy.parts import SIGMA_UNSTATED, Component, Empirical, LogNormal, Looked, Part
 
 
 def exponential(mean_s: float, n: int = 64) -> Empirical:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tenuto_server.policy import PauseStats
+from tenuto_server.policy.distributions import Empirical
 from tenuto_server.policy.fates import depth_of
 from tenuto_server.policy.pace import Pace, Traits
-from tenuto_server.policy.parts import Empirical
 
 
 def test_before_anything_is_learned_half_the_habit_counts() -> None:

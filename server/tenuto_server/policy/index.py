@@ -5,8 +5,7 @@ probability C(t) = P(R <= t). From a point e seconds in, a lease of w more secon
 A(e+w) - A(e); both lack the same factor 1 / P(R > e). The best ratio (the Gittins index; "hit density" in LHD, Beckmann
 et al., NSDI 2018) is therefore the steepest line from (A(e), C(e)) to a later point of the curve: either the tangent at e
 (the hazard, w -> 0) or a line to a cell's edge, and those of all edges together are found by one sweep over the upper
-hull from the right. Within a cell the density falls as 1 / t, because pauses spread over orders of magnitude; the first
-cell, which begins at 0, is uniform.
+hull from the right.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from itertools import accumulate
 from math import inf, log
 from typing import NamedTuple, TypeAlias
 
-from tenuto_server.policy.parts import Component, Empirical, Grid, grid_of, interpolate, shape_of
+from tenuto_server.policy.distributions import Component, Empirical, Grid, grid_of, interpolate, shape_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from math import inf, log
 
 from tenuto_server.policy.baselines import PROTECTED, Lru
 from tenuto_server.policy.decision import Retention
-from tenuto_server.policy.parts import EVEN
+from tenuto_server.policy.distributions import EVEN
 from tenuto_server.policy.tiering import recompute_s
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName
 

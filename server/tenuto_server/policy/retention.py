@@ -11,9 +11,9 @@ from math import exp, floor, inf, log
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.calibration import GIVE_UP_S, GONE_BELOW
 from tenuto_server.policy.decision import Retention
+from tenuto_server.policy.distributions import Component, Empirical, LogNormal, Looked, Part
 from tenuto_server.policy.fates import depth_of
 from tenuto_server.policy.index import Curve, Outlook, mixture
-from tenuto_server.policy.parts import Component, Empirical, LogNormal, Looked, Part
 from tenuto_server.policy.priors import KIND_SHARE
 from tenuto_server.policy.tiering import recompute_s, saved_by_tier
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName, TierView

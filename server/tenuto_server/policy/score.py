@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp, log
 
 from tenuto.wire import Forecast
-from tenuto_server.policy.parts import LogNormal
+from tenuto_server.policy.distributions import LogNormal
 
 _LOGIT_FIRST = log(0.8 / 0.2)
 """A forecast from a client never scored before weighs 0.8: most forecasts are honest, and the first lies are cheap."""
