@@ -286,21 +286,23 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import test_disk
 
-def write_for_ever(seed):
+def write_until_killed(seed):
     rng = random.Random(seed)
     tier = test_disk.open_tier(Path(sys.argv[1]))
-    while True:
+    while os.getppid() == parent:  # no longer than anybody is there to kill it
         slots = rng.sample(range(64), rng.randrange(1, 17))
         if rng.random() < 0.1:
             tier.forget(slots)
         else:
             assert test_disk.store(tier, slots, [rng.randrange(10**9) for _ in slots]) == []
 
+parent = os.getpid()
 rng = random.Random(0)
 for trial in range(int(sys.argv[2])):
     child = os.fork()
     if child == 0:
-        write_for_ever(trial)
+        write_until_killed(trial)
+        os._exit(0)
     time.sleep(rng.uniform(0.005, 0.06))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

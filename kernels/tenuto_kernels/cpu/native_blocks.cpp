@@ -1,5 +1,9 @@
 // Blocks from one place in memory to another, with the CRC-32 of each. On the calling thread: the workers that copy blocks call
 // it while the model's threads compute.
+//
+// The sum is that of ISA-L and zlib, which the rest of the server uses. It is computed here too because a library's call for
+// each block comes back to the interpreter, which others hold: 254 blocks of 369 kB take 21 ms this way and 25 with ISA-L's
+// calls where nothing else runs, 45 and 87 beside a thread that is busy in Python.
 #include <cstdint>
 #include <cstring>
 #if defined(__PCLMUL__)
