@@ -129,9 +129,8 @@ def _cells(view: SessionView) -> dict[str, str]:
     prompt = view.last.prompt_tokens if view.last is not None else 0
     lease = view.lease
     pause: str = (view.pause_kind or "") if view.state == "paused" else ""
-    if (
-        view.state == "ended" and lease is not None
-    ):  # no promise for a next turn, but what it asked to be kept in case it is resumed
+    if view.state == "ended" and lease is not None:
+        # No promise for a next turn, but what it asked to be kept in case it is resumed.
         pause, lease = f"kept {duration(lease.until_s)}", None
     return {
         "session": view.id,

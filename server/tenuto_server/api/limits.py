@@ -34,10 +34,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # long is read and thrown away, within these bounds.
 _DISCARD_BYTES_MAX = 64 * 2**20
 _DISCARD_S_MAX = 10.0
-_HANDSHAKE_LINE, _HANDSHAKE_LINES = (
-    8188,
-    128,
-)  # the WebSocket library's own limits, less what stands between name and value
+# The WebSocket library's own limits; of a line, what stands between name and value does not count here.
+_HANDSHAKE_LINE, _HANDSHAKE_LINES = 8188, 128
 
 
 class Limits:

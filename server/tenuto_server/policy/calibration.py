@@ -29,8 +29,8 @@ GIVE_UP_S = 3600.0
 _K_KEY, _K_RHYTHM, _K_TENANT, _K_KIND = 5.0, 5.0, 10.0, 20.0
 _CAP_KEY, _CAP_RHYTHM, _CAP_TENANT, _CAP_KIND = 200.0, 1000.0, 4000.0, 4000.0
 _K_RETURN, _K_ENDS = 20.0, 5.0
-"""Whether pauses end: pauses that the level above counts for, and below the tenant as many as bring so many ends, since ends are what
-is rare (one tool pause in a hundred: of twenty such, one end more or less says nothing)."""
+"""Whether pauses end: pauses that the level above counts for, and below the tenant as many as bring so many ends, since ends are
+what is rare (one tool pause in a hundred: of twenty such, one end more or less says nothing)."""
 
 _PRIOR: dict[PauseKind, tuple[float, ...]] = {kind: masses_of(LENGTH[kind]) for kind in KINDS}
 
@@ -222,7 +222,8 @@ class PauseStats:
         depth: int | None = None,
     ) -> float:
         """Learned probability of return where nobody announced the session's end, shrunk like ``quantiles`` with 20
-        pseudo-pauses a level, below the tenant with those that 5 ends take. Contexts of its size multiply the odds by what they do to those of its kind."""
+        pseudo-pauses a level, below the tenant with those that 5 ends take. Contexts of its size multiply the odds by what they
+        do to those of its kind."""
         p = P_RETURN[kind]
         for node, k in self._chain(tenant, kind, key, rhythm):
             k = _K_RETURN if k >= _K_TENANT else max(_K_RETURN, _K_ENDS / max(1.0 - p, 1e-3))

@@ -15,7 +15,7 @@ from tenuto_server.policy.distributions import Component, Empirical, LogNormal, 
 from tenuto_server.policy.fates import depth_of
 from tenuto_server.policy.index import Curve, Outlook, mixture
 from tenuto_server.policy.priors import KIND_SHARE
-from tenuto_server.policy.tiering import recompute_s, saved_by_tier
+from tenuto_server.policy.tiering import saved_by_tier
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName, TierView
 
 CHANGE = 1.25
@@ -209,37 +209,14 @@ def _look(pause: PauseView, knowledge: PauseKnowledge, *, hear: bool, trust: flo
 
 def _values(pause: PauseView, rate: float, system: SystemView) -> list[tuple[TierView, float, float]]:
     """For each tier: (tier, seconds saved per byte by one return, seconds to restore the session from it)."""
-    cost = system.cost
-    blocks = max(1, pause.context_tokens // cost.block_tokens)
-    size = blocks * cost.block_bytes
-    below, scale = recompute_s(0, blocks, cost), rate / size
-    values = []
-    for view in reversed(system.tiers):
-        # ``tiering.saved_by_tier`` of an extent that was used twice: whether the tiers below would take it is the question at
-        # the next tier's turn.
-        load_s = view.load_s_per_block * blocks
-        saved = below - load_s
-        if saved <= 0.0:
-            values.append((view, 0.0, load_s))
-            continue
-        values.append((view, saved / size, load_s))
-        index = saved * scale
-        if view.free_blocks >= blocks or (index > view.price and index > 0.0):
-            below -= saved
-    values.reverse()
-    return values
-
-
-_first_known: tuple[SystemView, list[float]] | None = None
-
-
-def _first_saved(system: SystemView) -> list[float]:
-    """What a context's first block saves on each tier: the same for all decisions about one view of the system."""
-    global _first_known
-    known = _first_known
-    if known is None or known[0] is not system:
-        _first_known = known = system, saved_by_tier(_FIRST_BLOCK, system)
-    return known[1]
+    blocks = max(1, pause.context_tokens // system.cost.block_tokens)
+    # As an extent that the tiers below would take: whether they do is the question at the next tier's turn.
+    extent = ExtentView(0, blocks, 1, rate, 0.0, 2)
+    size = blocks * system.cost.block_bytes
+    return [
+        (view, saved / size, view.load_s_per_block * blocks)
+        for view, saved in zip(system.tiers, saved_by_tier(extent, system), strict=True)
+    ]
 
 
 def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, hear: bool) -> Retention:
@@ -300,13 +277,14 @@ def _lease(
     costs more the later it stands). ``reading``: an index i counts for rate = (i * intact) ** trust / scale.
     """
     intact, scale, trust = reading
+    first: list[float] | None = None
     for i, (view, value, _) in enumerate(values):
         if value <= 0.0:
             continue  # nothing is kept where loading takes as long as computing
         threshold, price = 0.0, max(view.price, view.cleared)
         if price > 0.0:
-            first = _first_saved(system)[i]
-            least = min(value, first / system.cost.block_bytes) if first > 0.0 else value
+            first = saved_by_tier(_FIRST_BLOCK, system) if first is None else first
+            least = min(value, first[i] / system.cost.block_bytes) if first[i] > 0.0 else value
             threshold = (price / least * scale) ** (1.0 / trust) / intact
         if index > threshold:
             limit_s = min(x + LEASE_MAX_S, curve.return_by(x, LEASE_SHARE, before))
