@@ -38,9 +38,12 @@ def test_restore(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in document["rows"]:
         # Every return is either timed, or shown with what it found instead.
         counted = sum(len(times) for times in row["seconds"].values())
-        assert counted + len(row["other"]) == 6
+        assert counted + len(row["other"]) == 9  # computed once, four returns from below, and a twin of each
         assert row["seconds"]["recompute"]
         assert sum(bool(times) for times in row["seconds"].values()) >= 3
+        for way, pairs in row["pairs"].items():
+            assert len(pairs) <= len(row["seconds"][way])
+        assert len(row["disk_s"]) == len(row["loaded"]) <= 1
 
 
 def test_restore_needs_a_server_of_its_own(toy_url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,5 +65,15 @@ def test_files_leave_the_page_cache(tmp_path: Path) -> None:
     if left > 0.95:
         pytest.skip("this file system lives in memory")
     assert left < 0.05
-    path.read_bytes()
+    page_cache.load(tmp_path)
     assert (page_cache.cached_share(tmp_path) or 0.0) > 0.95
+
+
+def test_reading_past_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "segment-00000"
+    path.parent.mkdir()
+    path.write_bytes(b"x" * (9 << 20))
+    assert page_cache.read_past_s(tmp_path, 9 << 20) is None  # whole pieces only
+    taken = page_cache.read_past_s(tmp_path, 6 << 20)
+    assert taken is None or 0 < taken < 30
+    assert page_cache.read_past_s(tmp_path, 0) is None

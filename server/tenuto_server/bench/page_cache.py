@@ -1,19 +1,23 @@
-"""Files out of the page cache, so that reading them measures the disk. Holds no state.
+"""Files out of the page cache, so that reading them measures the disk, or into it; and the disk alone. Holds no state.
 
 ``drop`` syncs a file (only clean pages can go) and asks with posix_fadvise(DONTNEED). ``cached_share`` tells whether it worked:
 it reads single pages with RWF_NOWAIT, which fails where a page would have to come from the disk. Both are Linux's; elsewhere
-``drop`` does nothing and ``cached_share`` is None, and what is measured is the page cache.
+``drop`` does nothing, ``cached_share`` and ``read_past_s`` are None, and what is measured is the page cache.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _PAGE = 4096
 _SAMPLES = 64
+_PIECE, _IN_FLIGHT = 4 << 20, 2
 
 
 def drop(folder: Path) -> None:
@@ -23,6 +27,48 @@ def drop(folder: Path) -> None:
     for fd in _opened(folder):
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load(folder: Path) -> None:
+    """All files under ``folder`` into memory."""
+    for fd in _opened(folder):
+        at = 0
+        while got := len(os.pread(fd, _PIECE, at)):
+            at += got
+
+
+def read_past_s(folder: Path, count: int) -> float | None:
+    """Seconds that it takes to read ``count`` bytes of the files under ``folder`` past the page cache (O_DIRECT), pieces of 4 MiB,
+    two of them in flight; None where that cannot be done, or there are not so many bytes."""
+    pieces: list[tuple[Path, int]] = []
+    for path in sorted(folder.rglob("segment-*")):
+        pieces += [(path, at) for at in range(0, path.stat().st_size - _PIECE + 1, _PIECE)]
+    wanted = pieces[: -(-count // _PIECE)]
+    if not hasattr(os, "O_DIRECT") or not count or len(wanted) * _PIECE < count:
+        return None
+    opened: dict[Path, int] = {}
+    buffers = [mmap.mmap(-1, _PIECE) for _ in range(_IN_FLIGHT)]
+    for buffer in buffers:
+        buffer.write(bytes(_PIECE))
+
+    def read(worker: int) -> None:
+        for path, at in wanted[worker::_IN_FLIGHT]:
+            os.preadv(opened[path], [buffers[worker]], at)
+
+    try:
+        for path, _ in wanted:
+            if path not in opened:
+                opened[path] = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+            list(pool.map(int, range(_IN_FLIGHT)))  # its threads run
+            began = time.perf_counter()
+            list(pool.map(read, range(_IN_FLIGHT)))
+            return (time.perf_counter() - began) * count / (len(wanted) * _PIECE)
+    except OSError:  # a file system without it
+        return None
+    finally:
+        for fd in opened.values():
+            os.close(fd)
 
 
 def cached_share(folder: Path) -> float | None:
