@@ -151,15 +151,17 @@ class _ClientCore:
                 trust_env=False,
                 verify=self._tls,
             )
-        deadline = time.monotonic() + self.hint_budget_s
+        data, deadline = b"", time.monotonic() + self.hint_budget_s
         content = envelope.model_dump_json(exclude_none=True).encode()
         headers = {**self._headers, "content-type": "application/json"}
-        with self._hint_http.stream("POST", "/v1/kv_hints", content=content, headers=headers) as response:
-            data = b""
-            for piece in response.iter_bytes():
-                data += piece
-                if time.monotonic() > deadline or len(data) > RECEIPT_BYTES_MAX:
-                    break  # delivered; only its receipts are lost
+        try:
+            with self._hint_http.stream("POST", "/v1/kv_hints", content=content, headers=headers) as response:
+                for piece in response.iter_bytes():
+                    data += piece
+                    if time.monotonic() > deadline or len(data) > RECEIPT_BYTES_MAX:
+                        break  # delivered; only its receipts are lost
+        except httpx.ReadTimeout:
+            return Delivery(0, taken=True)
         receipts: tuple[Receipt, ...] = ()
         if response.is_success:
             with contextlib.suppress(ValidationError):
@@ -168,8 +170,7 @@ class _ClientCore:
         return Delivery(response.status_code, receipts, parse_retry_after(response.headers.get("retry-after")))
 
     def _on_receipt(self, action: AnyAction, receipt: Receipt) -> None:
-        session = self._sessions.get(action.session)
-        if session is not None:
+        if (session := self._sessions.get(action.session)) is not None:
             session.on_receipt(action, receipt)
         if self.strict and receipt.outcome in ("rejected", "missing"):
             self._rejected.append((action.TYPE, receipt))
@@ -199,10 +200,9 @@ class _ClientCore:
 
     def _finish(self, session: SessionCore, pending: PendingTurn, response: httpx.Response) -> Turn:
         duration_s = self.services.clock() - pending.started_s
-        try:
+        body = None
+        with contextlib.suppress(ValueError):
             body = response.json()
-        except ValueError:
-            body = None
         if not isinstance(body, dict):
             raise APIError("the answer is not a JSON object", request_id=response.headers.get("x-request-id"))
         turn = turn_from_completion(body, duration_s=duration_s, request_id=response.headers.get("x-request-id"))

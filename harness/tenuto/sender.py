@@ -2,8 +2,9 @@
 
 The agent's thread or event loop only ever appends to a bounded queue. The worker delivers, without retries, within a
 budget of 250 ms for each delivery; when the queue is full the oldest hint goes; every loss is counted. While the server
-is away a circuit breaker keeps the worker quiet and probes it with one hint now and then. Sequence numbers are given
-when a hint leaves the queue, so that the order of leaving is the order on the wire, whatever was deferred before.
+is away a circuit breaker keeps the worker quiet and probes it with one hint now and then; one that takes hints and is slow
+to answer is not away: an engine in a long forward answers when that is done. Sequence numbers are given when a hint
+leaves the queue, so that the order of leaving is the order on the wire, whatever was deferred before.
 """
 
 from __future__ import annotations
@@ -27,25 +28,31 @@ BUDGET_S = 0.25
 PROBE_FIRST_S = 1.0
 PROBE_LAST_S = 30.0
 UNSUPPORTED_S = 300.0
+UNANSWERED_MAX = 24
+"""A server that takes hints but answers none of so many in a row counts as away. Waiting for them takes 3 s, longer than
+any forward should."""
 AT_S_MAX = 31 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How a delivery ended: HTTP status, receipts, and what ``Retry-After`` asked for (seconds)."""
+    """How a delivery ended: HTTP status, receipts, and what ``Retry-After`` asked for (seconds). ``taken``: it was sent
+    whole, but no answer came within the budget (status 0)."""
 
     status: int
     receipts: tuple[Receipt, ...] = ()
     retry_after_s: float | None = None
+    taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class HintStats:
     """Counts since the client was made. Every hint offered is in exactly one of the first six.
 
-    ``queued``: still waiting. ``sent``: delivered by the worker. ``carried``: delivered on a request. ``dropped``:
-    pushed out of the full queue or left at close. ``failed``: a delivery failed or the hint was not valid. ``cancelled``:
-    withdrawn before it left. ``receipts``: by outcome. ``reachable``: False while the breaker holds hints back.
+    ``queued``: still waiting. ``sent``: delivered by the worker, whether or not a receipt came in time. ``carried``:
+    delivered on a request. ``dropped``: pushed out of the full queue or left at close. ``failed``: a delivery failed or the
+    hint was not valid. ``cancelled``: withdrawn before it left. ``receipts``: by outcome. ``reachable``: False while the
+    breaker holds hints back.
     """
 
     queued: int = 0
@@ -103,6 +110,7 @@ class HintSender:
         self._counts: Counter[str] = Counter()
         self._receipts: Counter[str] = Counter()
         self._failures = 0
+        self._unanswered = 0
         self._blocked_until_s = float("-inf")
         self._in_flight = 0
         self._seq = 0
@@ -301,8 +309,11 @@ class HintSender:
             delivery = Delivery(status=0)
         accepted = 200 <= delivery.status < 300
         with self._changed:
-            self._counts["sent" if accepted else "failed"] += len(envelope.actions)
-            self._breaker(delivery)
+            self._unanswered = self._unanswered + 1 if delivery.taken else 0
+            busy = delivery.taken and not self._failures and self._unanswered < UNANSWERED_MAX
+            self._counts["sent" if accepted or busy else "failed"] += len(envelope.actions)
+            if not busy:
+                self._breaker(delivery)
         if accepted:
             self.record_receipts(envelope, delivery.receipts)
 

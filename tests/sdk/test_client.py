@@ -373,6 +373,27 @@ def test_slow_hints_delay_no_turn(twin: Any, server: FakeServer) -> None:
     assert twin.run(scenario, server.url) < 1.0
 
 
+def test_hints_go_on_while_the_server_is_slow_to_answer(twin: Any, server: FakeServer) -> None:
+    # An engine in a long forward: longer than a delivery waits, though every hint arrives.
+    server.faults.hint_delay_s = 0.3
+
+    async def scenario(tn: Any) -> Any:
+        async with twin.enter(tn.session(model="m")) as s:
+            await twin.wait(s.chat(MESSAGES))
+            for _ in range(3):
+                async with twin.enter(s.pause("human")):
+                    time.sleep(0.2)
+        return tn.hints.stats
+
+    stats = twin.run(scenario, server.url)
+    assert stats.failed == stats.cancelled == 0
+    assert stats.reachable
+    give_up = time.monotonic() + 5.0
+    while server.hints.types().count("agent.pause") < 3 and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert server.hints.types().count("agent.pause") == 3
+
+
 def test_strict_raises_a_rejected_hint_on_the_next_turn(twin: Any, server: FakeServer) -> None:
     server.outcome = lambda action: (
         ("rejected", "no such thing") if action.TYPE == "agent.resume_soon" else ("accepted", "")

@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.fake_server import VirtualClock
 from tenuto.keepalive import Keepalive
-from tenuto.sender import Delivery, HintSender
+from tenuto.sender import UNANSWERED_MAX, Delivery, HintSender
 from tenuto.wire import (
     AgentCompaction,
     AgentEnd,
@@ -25,12 +25,14 @@ from tenuto.wire import (
 
 
 class Wire:
-    """What the sender delivered; ``gate`` holds deliveries back, ``status`` or ``error`` make them fail."""
+    """What the sender delivered; ``gate`` holds deliveries back, ``status`` or ``error`` make them fail, ``taken`` leaves
+    them without an answer."""
 
     def __init__(self) -> None:
         self.envelopes: list[Envelope] = []
         self.attempts = 0
         self.status = 200
+        self.taken = False
         self.error: Exception | None = None
         self.outcome = "accepted"
         self.retry_after_s: float | None = None
@@ -42,6 +44,8 @@ class Wire:
         self.gate.wait(10)
         if self.error is not None:
             raise self.error
+        if self.taken:
+            return Delivery(0, taken=True)
         if self.status != 200:
             return Delivery(self.status, retry_after_s=self.retry_after_s)
         self.envelopes.append(envelope)
@@ -150,6 +154,44 @@ def test_breaker_stays_quiet_and_probes_with_one_hint(make: Callable[..., HintSe
     assert len(wire.envelopes[0].actions) == 1
     # Held back for 3.8 s of the clock, and said so.
     assert wire.actions[0].at_s == pytest.approx(3.8)
+
+
+def test_a_server_that_is_only_slow_to_answer_is_told_everything(make: Callable[..., HintSender], wire: Wire) -> None:
+    sender = make()
+    wire.taken = True
+    for number in range(1, UNANSWERED_MAX):
+        sender.offer(pause(tool=f"t{number}"))
+        eventually(lambda number=number: sender.stats.sent == number)
+    wire.taken = False  # an answer in between: it is there
+    sender.offer(pause(tool="answered"))
+    eventually(lambda: sender.stats.sent == UNANSWERED_MAX)
+    wire.taken = True
+    sender.offer(pause(tool="again"))
+    eventually(lambda: sender.stats.sent == UNANSWERED_MAX + 1)
+    assert sender.stats.reachable
+    assert sender.stats.failed == 0
+
+
+def test_a_server_that_never_answers_is_away_in_the_end(make: Callable[..., HintSender], wire: Wire) -> None:
+    clock = VirtualClock()
+    sender = make(clock=clock)
+    wire.taken = True
+    for number in range(1, UNANSWERED_MAX):
+        sender.offer(pause())
+        eventually(lambda number=number: sender.stats.sent == number)
+    sender.offer(pause())
+    eventually(lambda: sender.stats.failed == 1)
+    assert not sender.stats.reachable
+    sender.offer(pause())
+    clock.advance(0.7)
+    time.sleep(0.05)
+    assert wire.attempts == UNANSWERED_MAX
+    clock.advance(0.6)  # a probe: silence is no answer
+    eventually(lambda: sender.stats.failed == 2)
+    wire.taken = False
+    sender.offer(pause())
+    clock.advance(2.5)
+    eventually(lambda: sender.stats.reachable)
 
 
 @pytest.mark.parametrize(
