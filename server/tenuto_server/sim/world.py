@@ -70,6 +70,8 @@ class World:
 
     ``remember`` False: keeps nothing of a turn that has ended (long simulations). ``wakes`` False: the engine is not woken
     for its own timers; they are served at the next event (where nothing takes time, nothing is decided in between).
+    ``blocking``: a forward keeps the engine's thread, as in the server: what happens meanwhile is heard when it ends
+    (``busy_ns``).
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class World:
         after_step: Callable[[], None] = lambda: None,
         remember: bool = True,
         wakes: bool = True,
+        blocking: bool = False,
     ) -> None:
         self.engine, self.machine = engine, machine
         self.now_ns: int = 0
@@ -95,7 +98,8 @@ class World:
         self._durations: dict[int, tuple[float, float]] = {}
         self._order = 0
         self._open = 0
-        self._remember, self._wakes = remember, wakes
+        self._remember, self._wakes, self._blocking = remember, wakes, blocking
+        self.busy_ns = 0
         self._next_wake_ns: int | None = None
         self._soon: list[Event] = []
 
@@ -134,22 +138,29 @@ class World:
         """Virtual seconds since the start."""
         return self.now_ns / 1e9
 
+    @property
+    def next_ns(self) -> int | None:
+        """When the engine takes its next step; None when nothing is scheduled."""
+        return max(self._queue[0][0], self.busy_ns) if self._queue else None
+
     def run(self, *, until_s: float | None = None, steps_max: int = 1_000_000) -> None:
         """Runs until nothing is scheduled (timers of pauses aside) or the time is reached."""
         limit_ns = None if until_s is None else int(until_s * 1e9)
         for _ in range(steps_max):
-            if not self._queue or (limit_ns is not None and self._queue[0][0] > limit_ns):
+            next_ns = self.next_ns
+            if next_ns is None or (limit_ns is not None and next_ns > limit_ns):
                 break
-            self._advance()
+            self.advance()
         else:
             raise RuntimeError(f"the world did not come to rest within {steps_max} steps")
         if limit_ns is not None:
             self.now_ns = max(self.now_ns, limit_ns)
 
-    def _advance(self) -> None:
-        self.now_ns = self._queue[0][0]
+    def advance(self) -> None:
+        """One step, at ``next_ns``: something must be scheduled."""
+        self.now_ns = max(self._queue[0][0], self.busy_ns)
         events, self._soon = self._soon, []
-        while self._queue and self._queue[0][0] == self.now_ns:
+        while self._queue and self._queue[0][0] <= self.now_ns:
             event = heapq.heappop(self._queue)[2]
             if event is not None:
                 events.append(event)
@@ -171,6 +182,8 @@ class World:
             if took != done.elapsed_ns:
                 done = ForwardDone(done.step, done.sampled, took, done.failed, done.drafted)
             self._at_ns(self.now_ns + took, done)
+            if self._blocking:
+                self.busy_ns = self.now_ns + took
         self.collect(self.machine.take_events())
         for output in plan.outputs:
             self._hear(output)
