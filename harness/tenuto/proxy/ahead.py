@@ -1,23 +1,29 @@
-"""Passes the beginning of a large request on while the rest still comes in. ``Ahead`` owns the upstream connection meanwhile.
+"""Passes the beginning of a large request on while the rest still comes in over a slow line. ``Ahead`` owns the upstream
+connection meanwhile.
 
 What goes ahead rests on a guess: that the session is the one that the beginning looks like, and that nothing has to be
-rewritten. The last piece stays here until the whole is known. If the guess was wrong, the connection is dropped before
+rewritten. It is never all of it: the end goes when the whole is known. If the guess was wrong, the connection is dropped before
 its request is complete, which no server answers, and the request is sent anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import h11
 
+from tenuto.proxy.bodies import Body
 from tenuto.proxy.front import Front
 from tenuto.proxy.upstream import Link
 
 READ_BODY_BYTES_MAX = 8 << 20
 BODY_BYTES_MAX = 512 << 20
-# Below, all of a body arrives at once; and what has to be seen of a larger one to tell whose it is.
+# A client on this machine has sent a megabyte in less: to pass it on in two parts would take longer.
+PATIENCE_S = 0.005
+# Smaller bodies are not worth it; and what has to be seen of a larger one to tell whose it is.
 AHEAD_BYTES_MIN = 384 << 10
 GUESS_BYTES = 64 << 10
 
@@ -28,49 +34,73 @@ class TooLarge(ValueError):
 
 @dataclass(slots=True)
 class Ahead:
-    """``head``: as it was sent. ``held``: the piece that waits for the next one, or for the request's end."""
+    """``head``: as it was sent; ``sent``: bytes of the body that followed it."""
 
     link: Link
     head: h11.Request
-    held: bytes = b""
+    sent: int
 
-    async def push(self, piece: bytes) -> bool:
-        """One more piece has come; False when the upstream does not take them, and the connection is closed."""
+    async def push(self, piece: memoryview) -> bool:
+        """More has come; False when the upstream does not take it, and the connection is closed."""
         try:
-            if self.held:
-                await self.link.send(h11.Data(data=self.held))
+            await self.link.send(piece)
         except (OSError, TimeoutError):
             self.link.close()
             return False
-        self.held = piece
+        self.sent += len(piece)
         return True
 
 
-Begin = Callable[[bytes], Awaitable[Ahead | None]]
+Begin = Callable[[bytearray, int], Awaitable[Ahead | None]]
 
 
-async def read_body(front: Front, headers: Mapping[str, str], begin: Begin) -> tuple[bytes, bool, Ahead | None]:
+async def read_body(front: Front, begin: Begin) -> tuple[Body, bool, Ahead | None]:
     """The body, whether that is all of it, and what went ahead. ``begin`` is asked once, with the beginning of a body
     that is worth it. Raises ``TooLarge``."""
-    declared = int(headers.get("content-length", "0"))
-    if declared > BODY_BYTES_MAX:
-        raise TooLarge(f"the body has {declared} bytes, the proxy takes {BODY_BYTES_MAX}")
+    length = front.length
+    if length is None:
+        return *await _chunks(front), None
+    if length > BODY_BYTES_MAX:
+        raise TooLarge(f"the body has {length} bytes, the proxy takes {BODY_BYTES_MAX}")
+    if length > READ_BODY_BYTES_MAX:
+        return b"", False, None
+    if length < AHEAD_BYTES_MIN:
+        await front.fill(length)
+        return front.buffer, True, None
+    ahead = await _in_step(front, length, begin)
+    return front.buffer, True, ahead
+
+
+async def _chunks(front: Front) -> tuple[bytes, bool]:
     pieces: list[bytes] = []
-    size, ahead = 0, None
-    ask = AHEAD_BYTES_MIN <= declared <= READ_BODY_BYTES_MAX
+    size = 0
+    while size <= READ_BODY_BYTES_MAX:
+        piece = await front.body()
+        if piece is None:
+            return b"".join(pieces), True
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces), False
+
+
+async def _in_step(front: Front, length: int, begin: Begin) -> Ahead | None:
+    """Reads a large body; where that takes its time, all but its end passes on as it comes."""
+    ahead: Ahead | None = None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            await front.fill(length)
     try:
-        while size <= READ_BODY_BYTES_MAX:
-            piece = await front.body()
-            if piece is None:
-                return b"".join(pieces), True, ahead
-            pieces.append(piece)
-            size += len(piece)
-            if ahead is not None:
-                ahead = ahead if await ahead.push(piece) else None
-            elif ask and GUESS_BYTES <= size < declared:
-                ask, ahead = False, await begin(b"".join(pieces))
+        await front.fill(GUESS_BYTES)
+        if front.filled < length:
+            ahead = await begin(front.buffer, front.filled)
+        while ahead is not None and front.filled < length:
+            had = front.filled
+            if ahead.sent < had and not await ahead.push(memoryview(front.buffer)[ahead.sent : had]):
+                ahead = None
+            await front.fill(had + 1)
+        await front.fill(length)
     except BaseException:
         if ahead is not None:
             ahead.link.close()
         raise
-    return b"".join(pieces), False, None
+    return ahead

@@ -25,6 +25,8 @@ _PROBE = 64  # bytes compared first: different conversations rarely agree on the
 _CLOSING_TRIES = 8
 _EMPTY = Items()
 
+Body = bytes | bytearray  # a large one stays where the socket put it
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -33,7 +35,7 @@ class Reading:
     the last one; empty where a later body cannot be compared with this one. One that is kept has its data up to there only."""
 
     form: str
-    data: bytes
+    data: Body
     frame: Mapping[str, Any]
     items: Items
     ends: tuple[tuple[int, int], ...] = ()
@@ -49,7 +51,7 @@ class Bodies:
         self._bytes = 0
         self._latest: OrderedDict[tuple[str, str], Reading] = OrderedDict()
 
-    def read(self, scope: str, form: str, data: bytes) -> Reading | None:
+    def read(self, scope: str, form: str, data: Body) -> Reading | None:
         """A body of a client in ``scope``; None when it is no JSON object."""
         return self._grown(scope, form, data) or _whole(form, data)
 
@@ -61,13 +63,13 @@ class Bodies:
         if not reading.closing or len(reading.data) > self._bytes_max:
             return
         # Only what later bodies begin with: comparing with a part of it would copy that part.
-        reading = replace(reading, data=reading.data[: reading.ends[-1][0]])
+        reading = replace(reading, data=bytes(memoryview(reading.data)[: reading.ends[-1][0]]))
         self._latest[scope, name] = reading
         self._bytes += len(reading.data)
         while self._bytes > self._bytes_max or len(self._latest) > self._limit:
             self._bytes -= len(self._latest.popitem(last=False)[1].data)
 
-    def begun(self, scope: str, form: str, start: bytes) -> str | None:
+    def begun(self, scope: str, form: str, start: memoryview) -> str | None:
         """The conversation whose latest body begins as this one does; of several, the one that spoke last."""
         for (where, name), known in reversed(self._latest.items()):
             if where == scope and known.form == form and known.data.startswith(start):
@@ -80,7 +82,7 @@ class Bodies:
         if known is not None:
             self._bytes -= len(known.data)
 
-    def _grown(self, scope: str, form: str, data: bytes) -> Reading | None:
+    def _grown(self, scope: str, form: str, data: Body) -> Reading | None:
         """Reads ``data`` as what a known body has become. Which one makes no difference but in work."""
         best, at, count = None, 0, 0
         for (where, _), known in reversed(self._latest.items()):
@@ -106,7 +108,7 @@ class Bodies:
         return Reading(form, data, best.frame, items, ends[-ENDS_MAX:], best.closing)
 
 
-def decoded(data: bytes, coding: str) -> bytes | None:
+def decoded(data: Body, coding: str) -> Body | None:
     """A body without its content coding; None where that is not known here, broken, or too large. zstd needs the
     ``zstandard`` package."""
     if coding in ("", "identity"):
@@ -131,18 +133,18 @@ def decoded(data: bytes, coding: str) -> bytes | None:
     return None
 
 
-def _continues(data: bytes, known: Reading, end: int) -> bool:
+def _continues(data: Body, known: Reading, end: int) -> bool:
     """Whether ``data`` is ``known`` up to ``end``, something else, and what closes ``known``."""
     return (
         len(data) >= end + len(known.closing)
         and data[max(0, end - _PROBE) : end] == known.data[max(0, end - _PROBE) : end]
         and data[end : end + 1] in (b",", b"]", b" ", b"\n", b"\r", b"\t")
         and data.endswith(known.closing)
-        and data.startswith(known.data[:end])
+        and data.startswith(memoryview(known.data)[:end])
     )
 
 
-def _whole(form: str, data: bytes) -> Reading | None:
+def _whole(form: str, data: Body) -> Reading | None:
     body = parse(data)
     if not isinstance(body, dict):
         return None
@@ -171,11 +173,11 @@ def _closed(reading: Reading) -> Reading:
         rest = parse(b'{"":[' + reading.data[at:])
         if isinstance(rest, dict) and list(rest) == ["", *after] and rest[""] == []:
             end = len(reading.data[:at].rstrip(_SPACE))
-            return replace(reading, frame=frame, ends=((end, reading.items.count),), closing=reading.data[at:])
+            return replace(reading, frame=frame, ends=((end, reading.items.count),), closing=bytes(reading.data[at:]))
     return replace(reading, frame=frame)
 
 
-def _bracket_before(data: bytes, key: str | None, limit: int) -> int:
+def _bracket_before(data: Body, key: str | None, limit: int) -> int:
     """Where a ``]`` stands that the field ``key``, or the body's end, follows; the last one before ``limit``, or -1."""
     if key is None:
         position = data.rfind(b"}", 0, limit)

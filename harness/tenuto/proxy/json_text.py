@@ -14,7 +14,7 @@ except ModuleNotFoundError:  # the light install has only the standard library
     orjson = None  # type: ignore[assignment]
 
 
-def parse(data: bytes) -> Any:
+def parse(data: bytes | bytearray) -> Any:
     """The value of a JSON text; None for anything else."""
     if orjson is not None:
         try:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tenuto.proxy.bodies import Body
 from tenuto.proxy.json_text import parse
 
 # The line with which Claude Code begins its system text: its version, hex digits of the first user text, a digest that may
@@ -41,7 +42,7 @@ def parts_of(text: str) -> frozenset[str]:
     return named
 
 
-def normalised(form: str, body: bytes, parts: frozenset[str]) -> bytes:
+def normalised(form: str, body: Body, parts: frozenset[str]) -> Body:
     """The body in the dialect ``form`` without what ``parts`` names; the same object where nothing has to change."""
     if "attribution" in parts:
         # In other dialects the system text is the first message, in this one it may follow the messages.
@@ -49,7 +50,7 @@ def normalised(form: str, body: bytes, parts: frozenset[str]) -> bytes:
     return sort_tools(body) if "tools" in parts else body
 
 
-def strip_attribution(body: bytes, within: int | None = None) -> bytes:
+def strip_attribution(body: Body, within: int | None = None) -> Body:
     """The body without its attribution line; the same object when there is none, or none in its first bytes."""
     if body.find(_MARK, 0, within) < 0:
         return body
@@ -57,7 +58,7 @@ def strip_attribution(body: bytes, within: int | None = None) -> bytes:
     return cut if found else _LINE.sub(rb"\1", body, count=1)
 
 
-def sort_tools(body: bytes) -> bytes:
+def sort_tools(body: Body) -> Body:
     """The body with its tools in the order of their names, for clients whose order changes from run to run."""
     value = parse(body)
     tools = value.get("tools") if isinstance(value, dict) else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import h11
 
 from tenuto.proxy.ahead import BODY_BYTES_MAX, READ_BODY_BYTES_MAX, Ahead, TooLarge, read_body
-from tenuto.proxy.bodies import decoded
+from tenuto.proxy.bodies import Body, decoded
 from tenuto.proxy.front import Front, listen
 from tenuto.proxy.normalise import normalised
 from tenuto.proxy.reading import dialect
@@ -45,7 +45,7 @@ class Outgoing:
     """A request as it goes upstream. ``ahead``: its beginning went already; ``rest``: more of its body is still to come in."""
 
     head: h11.Request
-    body: bytes
+    body: Body
     ahead: Ahead | None = None
     rest: bool = False
 
@@ -173,12 +173,12 @@ class ProxyServer:
         self.counts["requests"] += 1
         form, guess = dialect(target), None
 
-        async def begin(start: bytes) -> Ahead | None:
+        async def begin(start: bytearray, size: int) -> Ahead | None:
             nonlocal guess
-            guess = self.tracker.guess(target, headers, start, run)
-            return await self._begin(request, headers, target, start, guess)
+            guess = self.tracker.guess(target, headers, memoryview(start)[:size], run)
+            return await self._begin(request, headers, target, start, size, guess)
 
-        whole, complete, ahead = await read_body(front, headers, begin)
+        whole, complete, ahead = await read_body(front, begin)
         body, plain = whole, False
         if complete and form is not None:
             body, plain = self._prepared(form, headers, body)
@@ -217,18 +217,28 @@ class ProxyServer:
             front.when_gone(None)
 
     async def _begin(
-        self, request: h11.Request, headers: dict[str, str], target: str, start: bytes, guess: Guess | None
+        self,
+        request: h11.Request,
+        headers: dict[str, str],
+        target: str,
+        start: bytearray,
+        size: int,
+        guess: Guess | None,
     ) -> Ahead | None:
         """Sends the head and the beginning of a request, unless its body may have to be rewritten."""
         parts = self._parts
-        rewrites = bool(headers.get("content-encoding")) or "tools" in parts or b"x-anthropic-billing-header" in start
+        rewrites = (
+            bool(headers.get("content-encoding"))
+            or "tools" in parts
+            or start.find(b"x-anthropic-billing-header", 0, size) >= 0
+        )
         if guess is None or (parts and (rewrites or (guess.node is not None and guess.node.rewritten))):
             return None
         head = self._head(request, target, guess.extra, int(headers["content-length"]), False)
         link: Link | None = None
         try:
             link = await self.upstream.take()
-            await link.send(head, h11.Data(data=start))
+            await link.send(head, memoryview(start)[:size])
         except BaseException as error:
             if link is not None:
                 link.close()
@@ -236,7 +246,7 @@ class ProxyServer:
                 return None  # what is wrong shows again when the whole is sent
             raise
         self.counts["went_ahead"] += 1
-        return Ahead(link, head)
+        return Ahead(link, head, size)
 
     @property
     def _parts(self) -> frozenset[str]:
@@ -245,7 +255,7 @@ class ProxyServer:
             return self._normalise
         return frozenset() if self.upstream.hosted else frozenset({"attribution"})
 
-    def _prepared(self, form: str, headers: dict[str, str], body: bytes) -> tuple[bytes, bool]:
+    def _prepared(self, form: str, headers: dict[str, str], body: Body) -> tuple[Body, bool]:
         """A body as it goes upstream, and whether it was unpacked for that: only Tenuto is known to unpack bodies."""
         parts = self._parts
         coding = headers.get("content-encoding", "")
@@ -289,13 +299,13 @@ class ProxyServer:
             fresh = link.fresh
             try:
                 if ahead is not None:
-                    held, ahead = ahead.held, None
-                    await link.send(h11.Data(data=held), h11.EndOfMessage())
+                    rest, ahead = memoryview(body)[ahead.sent :], None
+                    await link.send(rest, h11.EndOfMessage())
                 elif outgoing.rest:
-                    await link.send(head, h11.Data(data=body))
+                    await link.send(head, body)
                     await _send_rest(front, link, len(body))
                 else:
-                    await link.send(head, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
+                    await link.send(head, body, h11.EndOfMessage())
                 if ticket is not None and not ticket.studied:
                     # Reading a large body takes milliseconds: not before a quick answer has had its chance to pass.
                     asyncio.get_running_loop().call_later(STUDY_AFTER_S, self.tracker.study, ticket)
@@ -398,5 +408,5 @@ async def _send_rest(front: Front, link: Link, sent: int) -> None:
         sent += len(piece)
         if sent > BODY_BYTES_MAX:
             raise TooLarge(f"the body exceeds {BODY_BYTES_MAX} bytes")
-        await link.send(h11.Data(data=piece))
+        await link.send(piece)
     await link.send(h11.EndOfMessage())

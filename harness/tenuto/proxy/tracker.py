@@ -19,7 +19,7 @@ from typing import Any
 from tenuto.answers import read_ending
 from tenuto.client import Client
 from tenuto.headers import HINTS_HEADER, HeaderError, Identity, encode_hints, write_identity
-from tenuto.proxy.bodies import Bodies, Reading, decoded
+from tenuto.proxy.bodies import Bodies, Body, Reading, decoded
 from tenuto.proxy.chains import Chains, Prompt, prompt_of
 from tenuto.proxy.node import Node
 from tenuto.proxy.reading import (
@@ -58,7 +58,7 @@ class Ticket:
     form: str
     path: str
     headers: Mapping[str, str]
-    body: bytes
+    body: Body
     scope: str
     client: str | None
     node: Node | None = None
@@ -99,7 +99,7 @@ class Tracker:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def guess(self, path: str, headers: Mapping[str, str], start: bytes, run: str = "") -> Guess | None:
+    def guess(self, path: str, headers: Mapping[str, str], start: memoryview, run: str = "") -> Guess | None:
         """Whose request this is, as far as its headers or the beginning of its body tell; None when they do not. ``open``
         must follow."""
         form = dialect(path)
@@ -114,7 +114,7 @@ class Tracker:
         return None
 
     def open(
-        self, path: str, headers: Mapping[str, str], body: bytes, run: str = "", guess: Guess | None = None
+        self, path: str, headers: Mapping[str, str], body: Body, run: str = "", guess: Guess | None = None
     ) -> Ticket | None:
         """Names the session of a request; None when it is no generation. ``run``: the part of the proxy's URL that tells
         one client from another. ``guess``: what was thought of its beginning."""

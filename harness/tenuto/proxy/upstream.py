@@ -11,7 +11,7 @@ import ipaddress
 import json
 import ssl
 import time
-from typing import Literal
+from typing import Literal, cast
 from urllib.parse import urlsplit
 
 import h11
@@ -24,7 +24,7 @@ IDLE_S = 30.0
 IDLE_MAX = 32
 READ_BYTES = 256 * 1024
 WAITING_BYTES_MAX = 1 << 20
-COPIED_BYTES_MAX = 512 * 1024
+COPIED_BYTES_MAX = 64 * 1024
 HEAD_BYTES_MAX = 128 * 1024
 
 
@@ -42,14 +42,22 @@ class Link:
         self._reader = reader
         self._writer = writer
 
-    async def send(self, *events: h11.Request | h11.Data | h11.EndOfMessage) -> None:
-        """Writes events; waits only when the peer does not keep up."""
-        pieces = [piece for event in events for piece in self.h11.send_with_data_passthrough(event) or ()]
-        if sum(map(len, pieces)) < COPIED_BYTES_MAX:
-            self._writer.write(b"".join(pieces))
-        else:  # a system call more costs less than another copy of all that
-            for piece in pieces:
-                self._writer.write(memoryview(piece))
+    async def send(self, *parts: h11.Request | bytes | bytearray | memoryview | h11.EndOfMessage) -> None:
+        """Writes the parts of a request, of its body as bytes; waits only when the peer does not keep up."""
+        small: list[bytes] = []  # h11 gives out every header by itself: one system call for all of them
+        for part in parts:
+            # Whatever has a length is a body for h11, and passes as it is.
+            event = part if isinstance(part, (h11.Request, h11.EndOfMessage)) else h11.Data(data=cast(bytes, part))
+            for piece in self.h11.send_with_data_passthrough(event) or ():
+                if len(piece) <= COPIED_BYTES_MAX:
+                    small.append(piece)
+                    continue
+                rest = memoryview(piece)  # a system call more costs less than another copy of all that
+                self._writer.write(b"".join([*small, rest[:COPIED_BYTES_MAX]]))
+                self._writer.write(rest[COPIED_BYTES_MAX:])
+                small = []
+        if small:
+            self._writer.write(b"".join(small))
         await self._writer.drain()
 
     def ready(self) -> h11.Event | None:
