@@ -6,7 +6,7 @@ the lowest index of that moment, the end of a context first. What is printed is 
 oracle that is closed when the statistics are
 
 - ``as it goes``: learned from nothing while the workload runs, as in the server. Differs from ``tenuto simulate`` only by
-  the engine's own economies (an index is asked for again when it has moved by a quarter);
+  the engine's own economies (an index is asked for again when it has moved by a tenth);
 - ``beforehand``: taught the whole workload once before it is played: the same questions, answered with hindsight (and by
   these very sessions);
 - ``habits known``: beforehand, and each session's own mean log pause of each kind, its future included, is known from its

@@ -14,9 +14,14 @@ from collections.abc import Sequence
 FULL = 2.0
 """Trust: 2 all of it, 1 the index without forecasts, 0 plain LRU; in between, shares."""
 MEMORY_TURNS = 400.0
-"""Turns that the running comparison remembers (by its decay)."""
-MARGIN = 0.002
-"""Share of the reusable tokens by which the shadow must lead before trust falls: noise is below that."""
+"""Turns that the lead told in the metrics, and the mean of what is reusable, remember (by their decay)."""
+MARGIN = 0.005
+"""Share of the reusable tokens by which the shadow may lead for ever: half of what policy.md lets the index lose."""
+SLACK_TURNS = 20.0
+"""What the shadow may lead by beyond that, in turns' worth of reusable tokens. Single contexts are as large as several turns'
+worth, so a smaller slack takes their luck for the index's fault."""
+DEBT_MAX_TURNS = 60.0
+"""What is remembered of a loss: repaid at the margin, trust is tried again after 8,000 turns at the latest."""
 FALL, RISE = 0.02, 0.004
 """Trust lost and regained per turn: from all to none in 100 turns, back in 500."""
 SESSIONS_MAX = 2048
@@ -25,7 +30,11 @@ SHIFT_MAX = 16
 
 
 class Safeguard:
-    """``capacities``: tokens that LRU would hold on the fastest tier, on that and the next one, and so on. Tokens of ``turn``
+    """``trust`` is what the index has earned, ``lead`` the share of the reusable tokens by which the cache found more than the
+    shadow of late, ``debt`` by how much it found less, beyond the margin, in tokens (Page's CUSUM, Biometrika 41, 1954:
+    what it found more before does not count, so that luck is told from loss as soon as can be).
+
+    ``capacities``: tokens that LRU would hold on the fastest tier, on that and the next one, and so on. Tokens of ``turn``
     and of the capacities must be the same kind.
 
     Sessions share prefixes with each other that this does not see: it shadows an LRU of whole contexts.
@@ -34,9 +43,10 @@ class Safeguard:
     def __init__(self, *capacities: int) -> None:
         self.trust = FULL
         self.lead = 0.0
+        self.debt = 0.0
         self._shift = 0
         self._shadows = tuple(_Shadow(capacity) for capacity in capacities)
-        self._found = self._shadow = self._reusable = 0.0
+        self._found = self._shadow = self._reusable = self._turns = 0.0
 
     @property
     def shadowed(self) -> Sequence[int]:
@@ -83,11 +93,14 @@ class Safeguard:
         if reusable <= 0:
             return
         keep = 1.0 - 1.0 / MEMORY_TURNS
+        self._turns = self._turns * keep + 1.0
         self._reusable = self._reusable * keep + reusable
         self._found = self._found * keep + found
         self._shadow = self._shadow * keep + shadow
         self.lead = (self._found - self._shadow) / self._reusable
-        if self.lead < -MARGIN:
+        turn = self._reusable / self._turns
+        self.debt = min(DEBT_MAX_TURNS * turn, max(0.0, self.debt + shadow - found - MARGIN * reusable))
+        if self.debt > SLACK_TURNS * turn:
             self.trust = max(0.0, self.trust - FALL)
         else:
             self.trust = min(FULL, self.trust + RISE)
