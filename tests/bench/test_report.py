@@ -49,6 +49,7 @@ def test_a_summary_by_hand() -> None:
     assert summary.turns_after_pauses == 3
     assert summary.ttft_p50_s == 1.0  # of 0.2, 1.0, 2.0
     assert summary.ttft_p90_s == pytest.approx(1.8)
+    assert summary.ttft_mean_s == pytest.approx(3.2 / 3)
     assert summary.new_tokens == 1550
     assert summary.prefilled_tokens == 3875
     assert summary.amplification == pytest.approx(2.5)
@@ -75,6 +76,7 @@ def test_ratios_say_what_an_arm_needs_of_another() -> None:
     better = summarise([row("tool", 1100, 100, device=1000, ttft_s=0.5)], {"prefill_tokens": 1550.0}, 1.0)
     found = ratios(better, base)
     assert found["ttft_p50"] == pytest.approx(0.5)
+    assert found["ttft_mean"] == pytest.approx(0.5 / (3.2 / 3))
     assert found["prefilled_tokens"] == pytest.approx(0.5)
     assert found["amplification"] == pytest.approx((1550 / 100) / (3100 / 1550))
     nothing = summarise([], {"prefill_tokens": 0.0}, 1.0)
@@ -85,8 +87,8 @@ def test_passes_are_pooled() -> None:
     """Percentiles are of all turns together, counts of the mean pass."""
     slow, fast = [replace(r, ttft_s=2.0) for r in ROWS], [replace(r, ttft_s=1.0) for r in ROWS[:3]]
     passes = [
-        (rows, summarise(rows, {"prefill_tokens": tokens, "leases_granted": 4.0}, wall_s))
-        for rows, tokens, wall_s in ((slow, 3000.0, 50.0), (fast, 1000.0, 40.0))
+        (rows, summarise(rows, {"prefill_tokens": tokens, "leases_granted": 4.0}, wall_s, speed))
+        for rows, tokens, wall_s, speed in ((slow, 3000.0, 50.0, 400.0), (fast, 1000.0, 40.0, 800.0))
     ]
     pooled = pool(passes)
     paused = [r for r in [*slow, *fast] if r.pause_s is not None]
@@ -95,6 +97,8 @@ def test_passes_are_pooled() -> None:
     assert pooled.prefilled_tokens == 2000
     assert pooled.counters["leases_granted"] == 4.0
     assert pooled.wall_s == 45.0
+    assert pooled.prefill_tokens_per_s == 600.0
+    assert pooled.ttft_mean_s == pytest.approx((3 * 2.0 + 2 * 1.0) / 5)
     new = sum(r.new_tokens for r in [*slow, *fast])
     assert pooled.amplification == pytest.approx(4000 / new)
     assert pooled.new_tokens == round(new / 2)
@@ -133,7 +137,7 @@ def test_the_table_shows_every_arm() -> None:
     assert "81.0%" in lines["hit rate: tool"]
     assert lines["hit rate: human"].count("-") == 1
     assert ratio_lines(arms, "tenuto", ("lru", "absent")) == [
-        "tenuto / lru: ttft_p50 0.60, ttft_p90 0.51, prefilled_tokens 0.41, amplification 0.53"
+        "tenuto / lru: ttft_p50 0.60, ttft_p90 0.51, ttft_mean 0.56, prefilled_tokens 0.41, amplification 0.53"
     ]
 
 

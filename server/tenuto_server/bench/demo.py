@@ -215,6 +215,12 @@ class _Demo:
                 bases = ("lru", "tenuto:none") if limited else ("lru@unlimited", "tenuto:none@unlimited")
                 for line in ratio_lines(arms, subject, bases, passes):
                     say(f"  {line}", highlight=False)
+        if self._args.repeat == 1:
+            say(
+                "One pass is one draw: its p90 is a few turns that meet in the queue, and who meets depends on the moment. "
+                "--keep D, then --replay D --repeat N pools several; bench/demo_schedules.py D plays it under many schedules.",
+                highlight=False,
+            )
         say(
             f"Genuinely new tokens: {sum(recorded.new_tokens.values()):,}. An answer may differ from the recorded one where "
             "the two best tokens are near-ties: KV written by decode and by prefill agree only within bf16 rounding.",

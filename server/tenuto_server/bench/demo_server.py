@@ -41,6 +41,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "hints_rejected": ("tenuto_hints_total", "rejected"),
 }
 """What the report counts, by name: metric and label value. A counter that the server has not shown yet stands at 0."""
+TOKEN_SECONDS = "tenuto_prefill_seconds_per_token"
 
 
 class ServerFailed(TenutoServerError):

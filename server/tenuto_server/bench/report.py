@@ -57,7 +57,8 @@ class Summary:
     """The figures of an arm. ``hit_rate``: reused / reusable tokens by class; ``ttft_s``: (p50, p90) by class.
 
     ``prefilled_tokens``: by the server's own counter, so that work which no turn shows (a preempted turn, a warmed prompt)
-    counts. ``amplification``: that over the genuinely new tokens.
+    counts. ``amplification``: that over the genuinely new tokens. ``prefill_tokens_per_s``: how fast the server found itself
+    during the pass; a machine's speed changes, and waiting in a queue changes more than that.
     """
 
     turns: int
@@ -75,6 +76,8 @@ class Summary:
     differing_answers: int
     wall_s: float
     counters: dict[str, float] = field(default_factory=dict)
+    ttft_mean_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
 
 def percentile(values: Iterable[float], q: float) -> float:
@@ -88,7 +91,9 @@ def percentile(values: Iterable[float], q: float) -> float:
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
-def summarise(rows: Sequence[TurnRow], counters: Mapping[str, float], wall_s: float) -> Summary:
+def summarise(
+    rows: Sequence[TurnRow], counters: Mapping[str, float], wall_s: float, prefill_tokens_per_s: float = 0.0
+) -> Summary:
     """Figures of one pass. ``counters``: what the server counted during it, by name (``COUNTERS`` of ``demo_server``)."""
     paused = [row for row in rows if row.pause_s is not None]
     prefilled = int(counters["prefill_tokens"])
@@ -120,6 +125,8 @@ def summarise(rows: Sequence[TurnRow], counters: Mapping[str, float], wall_s: fl
         differing_answers=sum(not row.same for row in rows),
         wall_s=wall_s,
         counters=dict(counters),
+        ttft_mean_s=sum(row.ttft_s for row in paused) / len(paused) if paused else 0.0,
+        prefill_tokens_per_s=prefill_tokens_per_s,
     )
 
 
@@ -134,7 +141,8 @@ def pool(passes: Sequence[tuple[Sequence[TurnRow], Summary]]) -> Summary:
     summaries = [summary for _, summary in passes]
     counters = {name: sum(each.counters.get(name, 0.0) for each in summaries) / n for name in summaries[0].counters}
     wall_s = sum(summary.wall_s for summary in summaries) / n
-    whole = summarise([row for rows, _ in passes for row in rows], counters, wall_s)
+    speed = sum(summary.prefill_tokens_per_s for summary in summaries) / n
+    whole = summarise([row for rows, _ in passes for row in rows], counters, wall_s, speed)
     return replace(
         whole,
         new_tokens=round(whole.new_tokens / n),
@@ -163,6 +171,7 @@ def ratios(arm: Summary, base: Summary) -> dict[str, float | None]:
     return {
         "ttft_p50": ratio(arm.ttft_p50_s, base.ttft_p50_s),
         "ttft_p90": ratio(arm.ttft_p90_s, base.ttft_p90_s),
+        "ttft_mean": ratio(arm.ttft_mean_s, base.ttft_mean_s),
         "prefilled_tokens": ratio(arm.prefilled_tokens, base.prefilled_tokens),
         "amplification": ratio(arm.amplification, base.amplification),
     }

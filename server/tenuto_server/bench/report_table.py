@@ -42,6 +42,7 @@ def _lines(arms: list[Summary]) -> list[tuple[str, list[str]]]:
     lines = [
         ("TTFT after pauses p50, s", [f"{arm.ttft_p50_s:.3f}" for arm in arms]),
         ("TTFT after pauses p90, s", [f"{arm.ttft_p90_s:.3f}" for arm in arms]),
+        ("TTFT after pauses mean, s", [f"{arm.ttft_mean_s:.3f}" for arm in arms]),
     ]
     for name in CLASSES:
         if any(name in arm.ttft_s for arm in arms):
@@ -64,6 +65,7 @@ def _lines(arms: list[Summary]) -> list[tuple[str, list[str]]]:
         ("prefetches on time / late", [_pair(arm, "prefetches_on_time", "prefetches_late") for arm in arms]),
         ("answers that differ", [f"{arm.differing_answers} of {arm.turns}" for arm in arms]),
         ("whole pass, s", [f"{arm.wall_s:.1f}" for arm in arms]),
+        ("prefill speed meanwhile, tokens/s", [f"{arm.prefill_tokens_per_s:,.0f}" for arm in arms]),
     ]
     return lines
 
