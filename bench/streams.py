@@ -7,8 +7,9 @@
 One process serves as ``tenuto serve`` does (engine thread, event loop, the model's threads); the readers are a second process
 that only drains its sockets. Both arms run the same greedy turns of the same length on the same engine, in pairs of
 alternating order; a value is the mean time of a step while all streams decode, a ratio its like over HTTP against without.
-The event loop thread's own CPU time is given per token, and as a share of what all cores have in a step: where something else
-keeps the machine busy, ratios scatter and this does not.
+The CPU time of the event loop's thread, and of the readers, which a server elsewhere would not pay for, is given per token while
+all streams decode, and as a share of what all cores have in a step: where something else keeps the machine busy, ratios scatter
+and this does not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import os
 import pstats
@@ -51,6 +53,8 @@ class Clocked:
         self._executor = service.loop._executor
         self._run, self._streams, self._forward_s = self._executor.run, streams, forward_s
         self.ends: list[float] = []
+        self.loop_cpu: list[float] = []
+        self.cpu_s = time.thread_time
         self._executor.run = self.run
 
     def run(self, plan: ForwardPlan) -> Any:
@@ -59,14 +63,16 @@ class Clocked:
             time.sleep(self._forward_s)
         if len(plan.rows) == self._streams and all(row.sample for row in plan.rows):
             self.ends.append(time.perf_counter())
+            self.loop_cpu.append(self.cpu_s())
         return done
 
-    def step_s(self) -> float:
-        """Mean time between two full forwards since the last call."""
+    def step_s(self) -> tuple[float, float]:
+        """Mean time, and CPU time of the event loop, between two full forwards since the last call."""
         ends, self.ends = self.ends, []
+        cpu, self.loop_cpu = self.loop_cpu, []
         if len(ends) < 3:
             raise SystemExit("too few steps in which all streams decode; use more --tokens")
-        return (ends[-1] - ends[0]) / (len(ends) - 1)
+        return (ends[-1] - ends[0]) / (len(ends) - 1), (cpu[-1] - cpu[0]) / (len(cpu) - 1)
 
 
 class Server(threading.Thread):
@@ -130,14 +136,16 @@ def without_http(service: Any, streams: int, tokens: int, number: int) -> None:
         outputs.get(timeout=600)
 
 
-def over_http(reader: subprocess.Popen[str]) -> None:
-    """All turns by the reading process; returns when all have ended."""
+def over_http(reader: subprocess.Popen[str]) -> float:
+    """All turns by the reading process; returns when all have ended: the CPU seconds that it took for them."""
     assert reader.stdin is not None
     assert reader.stdout is not None
     reader.stdin.write("go\n")
     reader.stdin.flush()
-    if reader.stdout.readline() != "done\n":
+    word, _, cpu_s = reader.stdout.readline().partition(" ")
+    if word != "done":
         raise SystemExit("the reading process failed")
+    return float(cpu_s)
 
 
 def read(port: int, streams: int, tokens: int, kind: str, model: str) -> None:
@@ -157,7 +165,7 @@ def read(port: int, streams: int, tokens: int, kind: str, model: str) -> None:
             connection.sendall(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
             connection.setblocking(False)
             waiting.register(connection, selectors.EVENT_READ, bytearray())
-        left = streams
+        left, began = streams, time.process_time()
         while left:
             for key, _ in waiting.select():
                 with suppress(BlockingIOError):
@@ -169,7 +177,7 @@ def read(port: int, streams: int, tokens: int, kind: str, model: str) -> None:
                     waiting.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]
                     left -= 1
-        print("done", flush=True)
+        print("done", time.process_time() - began, flush=True)
 
 
 def main() -> None:
@@ -201,6 +209,9 @@ def main() -> None:
     server = Server(service, args.profile)
     server.start()
     server.ready.wait(30)
+    clocked.cpu_s = server.cpu_s
+    gc.collect()
+    gc.freeze()  # as the server does
     shape = ["--streams", str(args.streams), "--tokens", str(args.tokens), "--kind", args.kind, "--model", args.model]
     command = [sys.executable, __file__, "--read", str(server.port), *shape]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
@@ -215,29 +226,35 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, service: Any, server: Server, reader: Any, clocked: Clocked) -> dict[str, Any]:
     """Step times of both arms in pairs, and the event loop's CPU time per token."""
-    found: dict[str, Any] = {"http_s": [], "direct_s": [], "loop_us": [], "load": os.getloadavg()[0]}
+    found: dict[str, Any] = {"http_s": [], "direct_s": [], "loop_us": [], "reader_us": [], "load": os.getloadavg()[0]}
+    everything = args.streams * args.tokens
     for number in range(args.pairs):
         for way in ("http", "direct") if number % 2 == 0 else ("direct", "http"):
             clocked.ends.clear()
-            before = server.cpu_s()
+            clocked.loop_cpu.clear()
             if way == "http":
-                over_http(reader)
-                found["loop_us"].append((server.cpu_s() - before) / (args.streams * args.tokens) * 1e6)
+                found["reader_us"].append(over_http(reader) / everything * 1e6)
             else:
                 without_http(service, args.streams, args.tokens, number)
-            found[f"{way}_s"].append(clocked.step_s())
+            step_s, loop_s = clocked.step_s()
+            found[f"{way}_s"].append(step_s)
+            if way == "http":
+                found["loop_us"].append(loop_s / args.streams * 1e6)
     return found
 
 
 def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Prints, and writes ``--json``."""
     ratio = ratio_of([http / direct for http, direct in zip(found["http_s"], found["direct_s"], strict=True)])
-    mean = {name: sum(found[name]) / len(found[name]) for name in ("http_s", "direct_s", "loop_us")}
+    mean = {name: sum(found[name]) / len(found[name]) for name in ("http_s", "direct_s", "loop_us", "reader_us")}
     interval = f" ({ratio.low:.3f} to {ratio.high:.3f})" if ratio.low is not None else ""
     print(f"{args.streams} streams, {args.kind}, {args.model}: a step takes {mean['http_s'] * 1e3:.2f} ms over HTTP,")
     print(f"{mean['direct_s'] * 1e3:.2f} ms without: {ratio.mean:.3f} times{interval}; {METHOD}")
-    share = mean["loop_us"] / 1e6 * args.streams / mean["direct_s"] / (os.cpu_count() or 1)
-    print(f"event loop: {mean['loop_us']:.0f} us of CPU per token, {share:.1%} of a step's; load {found['load']:.1f}")
+    for who in ("loop", "reader"):
+        share = mean[f"{who}_us"] / 1e6 * args.streams / mean["direct_s"] / (os.cpu_count() or 1)
+        name = "event loop" if who == "loop" else "readers"
+        print(f"{name}: {mean[f'{who}_us']:.0f} us of CPU per token, {share:.1%} of a step's on all cores")
+    print(f"load {found['load']:.1f}")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(

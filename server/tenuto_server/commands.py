@@ -9,6 +9,7 @@ Exit status: 0 ended as asked, 1 could not start (the reason and what to do are 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import platform
 import signal
@@ -386,6 +387,9 @@ async def _run(service: Service, listener: socket.socket, port_file: Path | None
     running = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         running.add_signal_handler(number, server.ask_to_stop)
+    # What is there now stays as long as the server: the collector need not go through it again and again, with all threads waiting.
+    gc.collect()
+    gc.freeze()
     service.loop.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

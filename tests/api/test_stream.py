@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tenuto_server.api.service import Patience
+from tenuto_server.api.stream import event
 from tenuto_server.engine.plan import TurnRejected
 
 
@@ -219,3 +220,31 @@ def test_tool_calls_in_the_answer_tell_the_engine_what_pause_begins(site, tokeni
     site.chat(tools=tools, tool_choice="none", session_id="s4", max_tokens=500)
     site.request("GET", "/v1/sessions")  # the engine has seen everything before this was answered
     assert [(p.session, p.kind) for p in site.engine.pauses[2:]] == [("s3", "human"), ("s4", "human")]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_parts_are_framed_as_the_version_of_http_wants(site, tokenizer, version):
+    site.engine.script = lambda turn: tokenizer.encode("grün 中文 ") * 20
+    body = json.dumps({"model": "toy", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/{version}\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as raw:
+        raw.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        said, _, rest = read_all(raw).partition(b"\r\n\r\n")
+    assert (b"transfer-encoding: chunked" in said.lower()) == (version == "1.1")
+    if version == "1.1":
+        data = b""
+        while rest:  # RFC 9112, section 7.1
+            size, _, rest = rest.partition(b"\r\n")
+            data, end, rest = data + rest[: int(size, 16)], rest[int(size, 16) :][:2], rest[int(size, 16) + 2 :]
+            assert end == b"\r\n"
+            assert int(size, 16) or not rest
+        rest = data
+    assert contents(rest) == "grün 中文 " * 20
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_event_with_half_a_surrogate_pair_is_written_all_the_same():
+    assert event({"a": "x\ud83d"}) == b'data: {"a":"x?"}\n\n'
+    assert event({"type": "t", "a": "é"}, named=True) == 'event: t\ndata: {"type":"t","a":"é"}\n\n'.encode()

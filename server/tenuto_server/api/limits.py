@@ -25,6 +25,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tenuto_server.api.errors import ApiError, bad_request, encode_json
 
+PART_WRITER = "tenuto.write_part"
+"""The ASGI extension under which a streamed answer finds how to send a part of its body, once its head is sent without a
+``content-length``, in one call: through all layers it costs half as much as everything else that is done for a token."""
 HINT_BODY_BYTES_MAX = 256 * 2**10
 _HINT_PATHS = ("/v1/kv_hints",)
 _ZSTD_WINDOW_MAX = 8 * 2**20
@@ -204,7 +207,27 @@ def _json_type(value: Any) -> str:
 
 class HttpProtocol(H11Protocol):
     """uvicorn's protocol with its one plain-text refusal (a request that is not HTTP, or whose headers never end) in the
-    error shape of everything else."""
+    error shape of everything else, and a short way for the parts of a body (``PART_WRITER``)."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        app: Any = self.app
+
+        async def with_writer(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+                scope.setdefault("extensions", {})[PART_WRITER] = self._write_part
+            await app(scope, receive, send)
+
+        self.app = with_writer
+
+    def _write_part(self, data: bytes) -> bool:
+        """Sends a part of a chunked body, which must not be empty, at once (RFC 9112, section 7.1). False, and nothing sent, where
+        the reader is behind or gone, or no head was sent: then the part goes the long way."""
+        cycle = self.cycle
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.response_started:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def send_400_response(self, msg: str) -> None:
         """Answers and closes. ``msg`` is uvicorn's own wording."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tenuto_server.engine.loop import EngineLoop
@@ -29,7 +31,8 @@ class Meters:
         self.registry = CollectorRegistry()
         all_in = self.registry
         self.ttft = Histogram("tenuto_ttft_seconds", "Arrival to first token.", buckets=_TTFT, registry=all_in)
-        self.inter_token = Histogram("tenuto_inter_token_seconds", "Between tokens.", buckets=_GAP, registry=all_in)
+        self.inter_token = QuickHistogram("tenuto_inter_token_seconds", "Between tokens.", _GAP)
+        self.registry.register(self.inter_token)
         self.queue = Histogram("tenuto_queue_seconds", "Arrival to admission.", buckets=_TTFT, registry=all_in)
         self.request = Histogram(
             "tenuto_request_seconds", "Arrival to end, by outcome.", ["outcome"], buckets=_LONG, registry=all_in
@@ -42,6 +45,28 @@ class Meters:
     def text(self) -> bytes:
         """The exposition format, UTF-8."""
         return generate_latest(self.registry)
+
+
+class QuickHistogram(Collector):
+    """A histogram for what happens at every token: filled by one thread, a tenth of the library's cost for each value.
+    ``bounds``: the buckets' upper ends, rising, without infinity."""
+
+    def __init__(self, name: str, about: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._about, self._bounds = name, about, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """One value; a bucket holds its upper end."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> Iterable[Metric]:
+        return (HistogramMetricFamily(self._name, self._about),)
+
+    def collect(self) -> Iterable[Metric]:
+        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = [(end, float(count)) for end, count in zip(ends, accumulate(self._counts), strict=True)]
+        yield HistogramMetricFamily(self._name, self._about, buckets=buckets, sum_value=self._sum)
 
 
 class _LoopCollector(Collector):

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import pydantic_core
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tenuto_server.api.errors import ApiError, encode_json
 from tenuto_server.api.generation import Generation
 from tenuto_server.api.job import Job
+from tenuto_server.api.limits import PART_WRITER
 from tenuto_server.api.output import OutputEvent
 from tenuto_server.api.service import ClientGone, Service
 
@@ -77,8 +79,10 @@ class StreamedAnswer(Response):
         super().__init__()
         self._service, self._job, self._shape = service, job, shape
         self._head_sent = False
+        self._write: Callable[[bytes], bool] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._write = scope.get("extensions", {}).get(PART_WRITER)
         try:
             async with Generation(self._service, self._job, receive) as generation:
                 await self._run(generation, send)
@@ -105,7 +109,9 @@ class StreamedAnswer(Response):
         await self._send(send, self._events(shape.first(generation)))
         while True:
             if pending:
-                await self._send(send, self._events(shape.part(generation, pending)))
+                body = self._events(shape.part(generation, pending))
+                if self._write is None or not body or not self._write(body):
+                    await self._send(send, body)
             if generation.finish is not None:
                 break
             news = await generation.next(patience.ping_s)
@@ -118,6 +124,8 @@ class StreamedAnswer(Response):
         return b"".join(event(value, self._shape.named) for value in values)
 
     async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
+        if more and not body:
+            return
         await self._guard(send({"type": "http.response.body", "body": body, "more_body": more}))
 
     async def _guard(self, sending: Awaitable[None]) -> None:
@@ -126,5 +134,10 @@ class StreamedAnswer(Response):
 
 def event(value: dict[str, Any], named: bool = False) -> bytes:
     """One server-sent event."""
-    name = b"event: " + str(value["type"]).encode() + b"\n" if named else b""
-    return name + b"data: " + encode_json(value) + b"\n\n"
+    try:
+        data = pydantic_core.to_json(value)  # several times as fast, for every token
+    except ValueError:  # half of a surrogate pair
+        data = encode_json(value)
+    if named:
+        return b"event: %b\ndata: %b\n\n" % (str(value["type"]).encode(), data)
+    return b"data: %b\n\n" % data

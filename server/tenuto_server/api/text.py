@@ -85,6 +85,8 @@ class AnswerText:
 
     def push(self, ids: Iterable[int]) -> str:
         """Text that these tokens made final. Tokens after a stop string are ignored."""
+        if not self._track:
+            return self._decoder.push(*ids)
         pieces: list[str] = []
         for token in ids:
             if self.stopped:

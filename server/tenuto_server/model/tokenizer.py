@@ -79,7 +79,8 @@ class IncrementalDecoder:
 
     def push(self, *ids: int) -> str:
         """Text that became complete with these ids (possibly empty)."""
-        return self._utf8.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skip))
+        skip, bytes_of = self._skip, self._tokenizer.token_bytes
+        return self._utf8.decode(b"".join([bytes_of(i) for i in ids if i not in skip]))
 
     def finish(self) -> str:
         """What is left: U+FFFD for an unfinished character. The decoder is fresh afterwards."""
