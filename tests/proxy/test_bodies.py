@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from tenuto.proxy import bodies as module
 from tenuto.proxy.bodies import Bodies, Reading, decoded
+from tenuto.proxy.commands import connector
+from tenuto.proxy.tracker import Tracker
+from tenuto.proxy.upstream import Upstream
 
 from .conftest import recorded
 
@@ -156,6 +159,64 @@ def test_conversations_of_others_are_not_looked_at() -> None:
     other = known.read("theirs", "chat", turn(4))
     assert other is not None
     assert other.ends == ()
+
+
+def test_a_body_that_has_grown_is_known_without_being_read() -> None:
+    known = Bodies()
+    after = {"tools": [1], "stream": True}
+    style = (",", ":", None)
+    talk = [{"role": "user", "content": f"{n} " + "words " * 30} for n in range(6)]
+    for name, count in (("short", 2), ("long", 4)):
+        reading = known.read("s", "messages", encode({"model": "m"}, talk[:count], after, style))
+        assert reading is not None
+        known.keep("s", name, reading)
+    whole = encode({"model": "m"}, talk, after, style)
+    assert known.grown("s", "messages", whole) == known.grown("s", "messages", bytearray(whole)) == "long"
+    assert known.grown("s", "messages", encode({"model": "m"}, talk[:3], after, style)) == "short"
+    assert known.grown("s", "messages", encode({"model": "m"}, talk[:4], after, style)) == "long"  # once more
+    assert known.grown("s", "messages", whole.replace(b"3 words", b"3 sword")) == "short"
+    assert known.grown("s", "messages", whole.replace(b"0 words", b"0 sword")) is None
+    assert known.grown("s", "messages", encode({"model": "m"}, talk, {**after, "stream": False}, style)) is None
+    assert known.grown("s", "messages", encode({"model": "n"}, talk, after, style)) is None
+    assert known.grown("s", "chat", whole) is known.grown("t", "messages", whole) is known.grown("s", "messages", b"")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["grow", "grow", "again", "rewrite", "fork"])), max_size=12)
+)
+def test_names_are_those_that_reading_everything_gives(steps: Any) -> None:
+    """Conversations that grow, are sent again, rewritten or branch, in any order: the short way changes no name."""
+
+    def names(short: bool) -> list[int]:
+        tracker = Tracker(connector(Upstream("http://127.0.0.1:9", "hosted")))
+        if not short:
+            tracker._bodies.grown = lambda scope, form, data: None  # type: ignore[method-assign]
+        talks = [[{"role": "user", "content": f"task {n // 2}"}] for n in range(4)]
+        order: list[str] = []
+        for which, step in steps:
+            talk = talks[which]
+            if step == "grow":
+                talk += [
+                    {"role": "assistant", "content": f"{len(talk)}"},
+                    {"role": "user", "content": f"and {len(talk)}"},
+                ]
+            elif step == "rewrite":
+                talk[0] = {"role": "user", "content": f"summary {len(talk)}"}
+            elif step == "fork":
+                talks[(which + 1) % 4] = [*talk, {"role": "user", "content": f"branch {which}"}]
+            body = {"model": "m", "messages": talk, "tools": [{"type": "function", "function": {"name": "bash"}}]}
+            ticket = tracker.open("/v1/chat/completions", {}, json.dumps(body).encode())
+            assert ticket is not None
+            assert ticket.node is not None
+            tracker.study(ticket)
+            tracker.answered(ticket, b"{}", streamed=False)
+            order.append(ticket.node.name)
+        assert tracker.errors == 0
+        tracker.close()
+        return [order.index(name) for name in order]
+
+    assert names(True) == names(False)
 
 
 def test_what_is_kept_is_bounded() -> None:

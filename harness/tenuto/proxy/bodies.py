@@ -76,6 +76,15 @@ class Bodies:
                 return name
         return None
 
+    def grown(self, scope: str, form: str, data: Body) -> str | None:
+        """The conversation of which this body holds all that its latest one did; of several, the one that says most."""
+        best, size = None, 0
+        for (where, name), known in self._latest.items():
+            length = len(known.data)
+            if where == scope and known.form == form and length >= size and _continues(data, known, length):
+                best, size = name, length
+        return best
+
     def drop(self, scope: str, name: str) -> None:
         """Forgets a conversation."""
         known = self._latest.pop((scope, name), None)

@@ -297,6 +297,10 @@ class Tracker:
 
     def _name(self, ticket: Ticket) -> None:
         identity = identity_of_headers(ticket.headers)
+        if identity.session is None and not ticket.headers.get("content-encoding"):
+            # One that has grown has the name that it had: what it says now can be read when it has been forwarded.
+            name = self._bodies.grown(ticket.scope, ticket.form, ticket.body)
+            identity = Identity(name if (ticket.scope, name) in self.nodes else None)
         if identity.session is None and ticket.body:
             if self._content(ticket) is None or ticket.reading is None:
                 return
