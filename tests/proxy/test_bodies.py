@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tenuto.proxy import bodies as module
@@ -172,9 +172,9 @@ def test_a_body_that_has_grown_is_known_without_being_read() -> None:
         known.keep("s", name, reading)
     whole = encode({"model": "m"}, talk, after, style)
     assert known.grown("s", "messages", whole) == known.grown("s", "messages", bytearray(whole)) == "long"
-    assert known.grown("s", "messages", encode({"model": "m"}, talk[:3], after, style)) == "short"
+    assert known.grown("s", "messages", encode({"model": "m"}, talk[:3], after, style)) is None  # which of the two?
     assert known.grown("s", "messages", encode({"model": "m"}, talk[:4], after, style)) == "long"  # once more
-    assert known.grown("s", "messages", whole.replace(b"3 words", b"3 sword")) == "short"
+    assert known.grown("s", "messages", whole.replace(b"3 words", b"3 sword")) is None
     assert known.grown("s", "messages", whole.replace(b"0 words", b"0 sword")) is None
     assert known.grown("s", "messages", encode({"model": "m"}, talk, {**after, "stream": False}, style)) is None
     assert known.grown("s", "messages", encode({"model": "n"}, talk, after, style)) is None
@@ -182,6 +182,7 @@ def test_a_body_that_has_grown_is_known_without_being_read() -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@example([(2, "grow"), (3, "again"), (3, "grow"), (2, "fork"), (3, "again"), (2, "grow")])
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["grow", "grow", "again", "rewrite", "fork"])), max_size=12)
 )

@@ -77,13 +77,15 @@ class Bodies:
         return None
 
     def grown(self, scope: str, form: str, data: Body) -> str | None:
-        """The conversation of which this body holds all that its latest one did; of several, the one that says most."""
+        """The conversation of which this body holds all that its latest one did; of several, the one that says most. None
+        where another one has gone on from there in its own way: which of them this is takes a closer look."""
         best, size = None, 0
-        for (where, name), known in self._latest.items():
-            length = len(known.data)
-            if where == scope and known.form == form and length >= size and _continues(data, known, length):
-                best, size = name, length
-        return best
+        known = {name: r.data for (where, name), r in self._latest.items() if where == scope and r.form == form}
+        for name, said in known.items():
+            if len(said) >= size and _continues(data, self._latest[scope, name], len(said)):
+                best, size = name, len(said)
+        others = (said for said in known.values() if len(said) > size)
+        return None if any(said.startswith(memoryview(data)[:size]) for said in others) else best
 
     def drop(self, scope: str, name: str) -> None:
         """Forgets a conversation."""
