@@ -76,6 +76,7 @@ def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert hints["lru"]["sent"] + hints["lru"]["carried"] == 0
     assert hints["tenuto"]["receipts"].get("accepted", 0) > 0
     assert tenuto["summary"]["counters"]["leases_granted"] > 0
+    assert 0.0 < tenuto["summary"]["counters"]["forward_ns"] < 1e9 * tenuto["summary"]["wall_s"]
     table = markdown(report)
     assert "| | lru | tenuto |" in table
     assert f"{lru['summary']['prefilled_tokens']:,} | {tenuto['summary']['prefilled_tokens']:,}" in table

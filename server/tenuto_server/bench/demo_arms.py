@@ -21,7 +21,7 @@ import tenuto
 from tenuto_server.bench.demo_record import RecordingPass
 from tenuto_server.bench.demo_recording import Recording
 from tenuto_server.bench.demo_replay import ReplayPass
-from tenuto_server.bench.demo_server import TOKEN_SECONDS, ServerProcess, counted
+from tenuto_server.bench.demo_server import ServerProcess, counted
 from tenuto_server.bench.demo_tools import WorkFolder
 from tenuto_server.bench.demo_turns import GREEDY, TurnLog
 from tenuto_server.bench.report import Summary, TurnRow, summarise
@@ -216,12 +216,10 @@ def replay(
         anyio.run(run)
         wall_s = time.monotonic() - began
         time.sleep(_SETTLE_S)
-        after = server.metrics()
-        counters, token_s = counted(before, after), after[TOKEN_SECONDS, None]
+        counters = counted(before, server.metrics())
         command = tuple(server.command)
     shutil.rmtree(place / "disk", ignore_errors=True)
-    summary = summarise(log.rows, counters, wall_s, 1.0 / token_s)
-    return ArmResult(arm, summary, tuple(log.rows), hints, command)
+    return ArmResult(arm, summarise(log.rows, counters, wall_s), tuple(log.rows), hints, command)
 
 
 async def _probe(url: str, name: str) -> float:

@@ -26,6 +26,7 @@ STOP_LIMIT_S = 10.0
 COUNTERS: dict[str, tuple[str, str | None]] = {
     "prefill_tokens": ("tenuto_prefill_tokens_total", None),
     "decode_tokens": ("tenuto_decode_tokens_total", None),
+    "forward_ns": ("tenuto_loop_forward_ns", None),
     "preemptions": ("tenuto_preemptions_total", None),
     "leases_granted": ("tenuto_leases_granted_total", None),
     "leases_broken": ("tenuto_leases_broken_total", None),
@@ -41,7 +42,6 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "hints_rejected": ("tenuto_hints_total", "rejected"),
 }
 """What the report counts, by name: metric and label value. A counter that the server has not shown yet stands at 0."""
-TOKEN_SECONDS = "tenuto_prefill_seconds_per_token"
 
 
 class ServerFailed(TenutoServerError):

@@ -57,8 +57,7 @@ class Summary:
     """The figures of an arm. ``hit_rate``: reused / reusable tokens by class; ``ttft_s``: (p50, p90) by class.
 
     ``prefilled_tokens``: by the server's own counter, so that work which no turn shows (a preempted turn, a warmed prompt)
-    counts. ``amplification``: that over the genuinely new tokens. ``prefill_tokens_per_s``: how fast the server found itself
-    during the pass; a machine's speed changes, and waiting in a queue changes more than that.
+    counts. ``amplification``: that over the genuinely new tokens.
     """
 
     turns: int
@@ -77,7 +76,13 @@ class Summary:
     wall_s: float
     counters: dict[str, float] = field(default_factory=dict)
     ttft_mean_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
+
+    @property
+    def computing_s_per_token(self) -> float:
+        """Seconds in forwards for each token of prompts and answers that was computed; 0 where it was not counted. A machine's
+        speed changes, and the wait in a queue by more than that."""
+        tokens = self.counters.get("prefill_tokens", 0.0) + self.counters.get("decode_tokens", 0.0)
+        return self.counters.get("forward_ns", 0.0) / 1e9 / tokens if tokens else 0.0
 
 
 def percentile(values: Iterable[float], q: float) -> float:
@@ -91,9 +96,7 @@ def percentile(values: Iterable[float], q: float) -> float:
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
-def summarise(
-    rows: Sequence[TurnRow], counters: Mapping[str, float], wall_s: float, prefill_tokens_per_s: float = 0.0
-) -> Summary:
+def summarise(rows: Sequence[TurnRow], counters: Mapping[str, float], wall_s: float) -> Summary:
     """Figures of one pass. ``counters``: what the server counted during it, by name (``COUNTERS`` of ``demo_server``)."""
     paused = [row for row in rows if row.pause_s is not None]
     prefilled = int(counters["prefill_tokens"])
@@ -126,7 +129,6 @@ def summarise(
         wall_s=wall_s,
         counters=dict(counters),
         ttft_mean_s=sum(row.ttft_s for row in paused) / len(paused) if paused else 0.0,
-        prefill_tokens_per_s=prefill_tokens_per_s,
     )
 
 
@@ -141,8 +143,7 @@ def pool(passes: Sequence[tuple[Sequence[TurnRow], Summary]]) -> Summary:
     summaries = [summary for _, summary in passes]
     counters = {name: sum(each.counters.get(name, 0.0) for each in summaries) / n for name in summaries[0].counters}
     wall_s = sum(summary.wall_s for summary in summaries) / n
-    speed = sum(summary.prefill_tokens_per_s for summary in summaries) / n
-    whole = summarise([row for rows, _ in passes for row in rows], counters, wall_s, speed)
+    whole = summarise([row for rows, _ in passes for row in rows], counters, wall_s)
     return replace(
         whole,
         new_tokens=round(whole.new_tokens / n),

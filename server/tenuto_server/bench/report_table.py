@@ -65,7 +65,7 @@ def _lines(arms: list[Summary]) -> list[tuple[str, list[str]]]:
         ("prefetches on time / late", [_pair(arm, "prefetches_on_time", "prefetches_late") for arm in arms]),
         ("answers that differ", [f"{arm.differing_answers} of {arm.turns}" for arm in arms]),
         ("whole pass, s", [f"{arm.wall_s:.1f}" for arm in arms]),
-        ("prefill speed meanwhile, tokens/s", [f"{arm.prefill_tokens_per_s:,.0f}" for arm in arms]),
+        ("computing, ms a token", [f"{1e3 * arm.computing_s_per_token:.2f}" for arm in arms]),
     ]
     return lines
 
