@@ -1,12 +1,14 @@
 """What the local proxy adds to a request: the same requests straight to a server and through ``tenuto proxy``, in turn.
 
     python bench/proxy_latency.py [--requests 300] [--bytes 50000 250000 1000000]
+    python bench/proxy_latency.py --recorded ../shared/recordings
 
 The server is a process that answers every request with the same short event stream at once, so that all that is measured
 is the way. Two kinds of requests: one that names its session in a header, and one whose session the proxy has to find
 in the conversation itself before it can pass the request on. Times are from the first byte sent to the first byte of the
 answer's body, over connections that stay open, with a rest between requests, as agents have it; the two ways take turns in
-going first. What is added is told as quantiles of the pairs' differences. On a busy machine the lower quarter says more than
+going first. ``--recorded`` sends what clients were recorded to send instead, each conversation in order, head and body as they
+were, so that the sizes are theirs. What is added is told as quantiles of the pairs' differences. On a busy machine the lower quarter says more than
 the rest, and the CPU time of the proxy's process more than any time.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,10 +26,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 REST_S = 0.005
+WARM_UP = 10
 EVENT = b'data: {"choices": [{"index": 0, "delta": {"content": "ok"}, "finish_reason": null}]}\n\n'
 LAST = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
 
@@ -106,30 +111,42 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(direct: Line, proxied: Line, pid: int, size: int, named: bool, count: int) -> str:
-    """One line of the table."""
-    straight, through = [], []
+def recorded(folder: Path) -> list[bytes]:
+    """The requests of recorded clients, a JSON file each, conversation by conversation."""
+    found = []
+    for path in sorted(folder.glob("*/*/[0-9]*.json")):
+        record = json.loads(path.read_text())
+        if record["method"] == "POST" and record["body"] is not None and not record["path"].startswith("/hook"):
+            body = json.dumps(record["body"], ensure_ascii=False, separators=(",", ":")).encode()
+            fields = [*record["headers"], ("Content-Length", str(len(body)))]
+            lines = [f"POST {record['path']} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]
+            found.append("\r\n".join([*lines, "", ""]).encode() + body)
+    return found
+
+
+def compare(direct: Line, proxied: Line, pid: int, requests: Iterable[bytes], label: str) -> str:
+    """One line of the table: all requests but the first ``WARM_UP``."""
+    straight: list[float] = []
+    through: list[float] = []
     before = 0.0
-    for turn in range(count + 10):
-        if turn == 10:  # the first ones open connections and load code
+    for turn, data in enumerate(requests):
+        if turn == WARM_UP:  # the first ones open connections and load code
             straight, through, before = [], [], cpu_s(pid)
-        data = request(size, turn, named)
         for way in ((0, 1), (1, 0))[turn % 2]:
             time.sleep(REST_S)
             (straight, through)[way].append((direct, proxied)[way].ask(data))
-    spent = 1e3 * (cpu_s(pid) - before) / count
+    spent = 1e3 * (cpu_s(pid) - before) / len(straight)
     cuts = [statistics.quantiles(times, n=100) for times in (straight, through)]
     added = statistics.quantiles([b - a for a, b in zip(straight, through, strict=True)], n=100)
-    kind = "named in a header" if named else "found in the prompt"
-    cells = [f"{len(request(size, 0, named)):,}", kind]
-    cells += [f"{cut[24]:.2f} / {cut[49]:.2f} / {cut[89]:.2f}" for cut in cuts]
-    return "| " + " | ".join([*cells, f"{added[24]:.2f}", f"{added[49]:.2f}", f"{spent:.2f}"]) + " |"
+    cells = [label] + [f"{cut[24]:.2f} / {cut[49]:.2f} / {cut[89]:.2f}" for cut in cuts]
+    return "| " + " | ".join([*cells, *(f"{added[at]:.2f}" for at in (24, 49, 89)), f"{spent:.2f}"]) + " |"
 
 
 def main() -> None:
     """Prints the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--recorded", type=Path, metavar="DIR", help="folder of recorded requests to send instead")
     parser.add_argument("--bytes", type=int, nargs="+", default=[50_000, 100_000, 250_000, 1_000_000])
     args = parser.parse_args()
     ports: Any = multiprocessing.Queue()
@@ -144,12 +161,21 @@ def main() -> None:
             proxy_port = int(proxy.stdout.readline().split()[2].rpartition(":")[2])
             direct, proxied = Line(port), Line(proxy_port)
             print(
-                "| request, bytes | session | direct p25 / p50 / p90, ms | proxied, ms | added p25, ms | added p50, ms | proxy CPU, ms |"
+                "| request, bytes | session | direct p25 / p50 / p90, ms | proxied, ms | added p25, ms | added p50, ms "
+                "| added p90, ms | proxy CPU, ms |"
             )
-            print("|---:|---|---:|---:|---:|---:|---:|")
-            for size in args.bytes:
-                for named in (True, False):
-                    print(compare(direct, proxied, proxy.pid, size, named, args.requests), flush=True)
+            print("|---:|---|---:|---:|---:|---:|---:|---:|")
+            if args.recorded is not None:
+                talk = recorded(args.recorded)
+                cuts = statistics.quantiles(map(len, talk), n=20)
+                label = f"{cuts[1]:,.0f} / {cuts[9]:,.0f} / {cuts[17]:,.0f} (p10 / p50 / p90) | as recorded"
+                again = itertools.islice(itertools.cycle(talk), args.requests + WARM_UP)
+                print(compare(direct, proxied, proxy.pid, again, label), flush=True)
+            for size in args.bytes if args.recorded is None else ():
+                for named, how in ((True, "named in a header"), (False, "found in the prompt")):
+                    turns = (request(size, turn, named) for turn in range(args.requests + WARM_UP))
+                    label = f"{len(request(size, 0, named)):,} | {how}"
+                    print(compare(direct, proxied, proxy.pid, turns, label), flush=True)
         finally:
             proxy.terminate()
             upstream.terminate()
