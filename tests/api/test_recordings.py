@@ -195,6 +195,9 @@ def test_a_first_call_without_tools_by_a_client_unknown_is_told_when_the_turn_co
     replay.send("x/2", turn)
     assert replay.told("x/1")["kind"] == "turn"
     assert replay.told("x/2")["inferred"] == ["side_call_before"]
+    # The pause between them was nobody's, and is filed so before the turn ends it.
+    assert replay.pauses["x/1"] == [("human", None)]
+    assert replay.pauses["x/2"][0] == ("background", "side_call")
     assert "change" not in replay.told("x/2")
 
 
@@ -305,6 +308,12 @@ def test_a_prewarm_frame_fills_the_cache_and_is_no_turn(replay):
     assert replay.turns["x/002"].sampling.max_tokens == 0
     assert replay.told("x/002")["kind"] == "prewarm"
     assert replay.pauses["x/002"] == []
+    # The turn begins with all that was prepared: there was nothing in it that only an answer would begin with.
+    turn = found["003"]
+    turn["body"] |= {"previous_response_id": None, "input": found["002"]["body"]["input"] + turn["body"]["input"]}
+    replay.send("x/003", turn)
+    warmed = replay.turns["x/002"].tokens
+    assert replay.turns["x/003"].tokens[: len(warmed)].tolist() == warmed.tolist()
 
 
 def test_side_calls_are_no_turns_of_their_session(replay):

@@ -193,6 +193,37 @@ def test_custom_and_namespace_tools(site, tokenizer):
     generated = site.engine.turns[0].tokens.tolist() + tokenizer.encode(f"<tool_call>\n{written}\n</tool_call>")
     assert site.engine.turns[-1].tokens.tolist()[: len(generated)] == generated
 
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_limit_cuts_off_is_incomplete_and_never_markup(site, tokenizer, stream):
+    """A patch that is half there must not look like a whole one."""
+    given = 'a "b"\\ \n\u00e9\U0001f600 end'
+    written = json.dumps({"name": "patch", "arguments": {"input": given}})
+    written = f"<tool_call>\n{written}\n</tool_call>"
+    count = len(tokenizer.encode(written))
+    says(site, tokenizer, written)
+    inputs = set()
+    for limit in range(1, count):
+        fields = {"tools": [PATCH], "max_output_tokens": limit}
+        if stream:
+            seen = events(site, **fields)
+            body = seen[-1]["response"]
+            assert [e["item"] for e in seen if e["type"] == "response.output_item.done"] == body["output"]
+        else:
+            _, _, body = send(site, **fields)
+        assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        for item in body["output"]:
+            if item["type"] == "custom_tool_call":
+                assert given.startswith(item["input"])
+                assert item["status"] == "incomplete" or item["input"] == given
+                inputs.add(item["input"])
+            else:
+                assert item["status"] == "incomplete"
+                assert "<tool_call>".startswith(item["content"][0]["text"].strip())
+    assert {"", given} < inputs
+
+
+def test_tools_in_a_namespace(site, tokenizer):
     says(site, tokenizer, '<tool_call>\n{"name": "team__spawn_agent", "arguments": {"message": "go"}}\n</tool_call>')
     _, _, body = send(site, tools=[GROUP], input="start")
     (item,) = body["output"]
@@ -313,7 +344,8 @@ ERRORS = {
     "tool": ({"tools": [{"type": "function"}]}, "tools[0].name", "expected a string"),
     "tool type": ({"tools": [{"name": "x"}]}, "tools[0].type", "expected a string"),
     "choice": ({"tools": [BASH], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among"),
-    "format": ({"text": {"format": {"type": "json_schema"}}}, "text.format", "json_schema"),
+    "format": ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "json_schema"),
+    "no format": ({"text": {"format": "json"}}, "text.format", "an object"),
     "background": ({"background": True}, "background", "waited for"),
     "unknown response": ({"previous_response_id": "resp_x"}, "previous_response_id", "resp_x"),
     "too long": ({"input": "a b " * 5000}, "input", "4096"),

@@ -43,7 +43,7 @@ def test_events_come_in_frames_and_turns_go_on_from_what_is_not_stored(site):
     texts = [site.service.model.tokenizer.decode(turn.tokens.tolist()) for turn in site.engine.turns]
     for text, message in zip(texts[1:], ("one", "two"), strict=True):
         assert text.endswith(f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
-    assert texts[1].startswith(texts[0].removesuffix("<|im_start|>assistant\n"))
+    assert texts[1].startswith(texts[0].removesuffix("<|im_start|>assistant\n"))  # what a user said can be answered
     assert texts[2].startswith(texts[1] + "hello world<|im_end|>")
     assert {turn.session for turn in site.engine.turns} == {"s"}
     # What was not to be stored is known to this connection only.

@@ -18,6 +18,7 @@ RULES = [
     {"role": "tool", "when": r"(?s)(.*)", "say": "Result: ${1}"},
     {"when": "look twice", "tool_call": [{"name": "bash", "arguments": {"command": c}} for c in ("ls", "pwd")]},
     {"when": r"run (?P<command>.+)", "say": "I run it.", "tool_call": {"name": "bash", "arguments": {"command": "${command}"}}},
+    {"when": "patch it", "tool_call": [{"name": "patch", "arguments": {"input": "+x\n"}}, {"name": "bash", "arguments": {}}]},
     {"when": "think", "reasoning": "step by step", "say": "Thought."},
     {"when": "as JSON", "say": '{"city": "Rom", "people": 3}'},
     {"when": "markup", "say": 'Write <tool_call>{"name": "bash"'},
@@ -112,6 +113,27 @@ def test_streamed_calls(client) -> None:
     assert "".join(d.function.arguments for d in deltas) == '{"command": "ls"}'
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "I run it."
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+
+
+def test_custom_tools_take_free_text(client) -> None:
+    tools = [{"type": "custom", "custom": {"name": "patch", "description": "edits"}}, BASH]
+    body = ask("patch it", tools=tools)
+    message = client.chat.completions.create(**body).choices[0].message
+    custom, function = message.tool_calls
+    assert (custom.type, custom.custom.name, custom.custom.input) == ("custom", "patch", "+x\n")
+    assert (function.type, function.function.arguments) == ("function", "{}")
+    back = [*body["messages"], message.model_dump(exclude_none=True)]
+    back += [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in message.tool_calls]
+    after = client.chat.completions.create(**{**body, "messages": back})
+    assert after.usage.prompt_tokens_details.cached_tokens > 0
+    deltas = [
+        call
+        for chunk in client.chat.completions.create(**body, stream=True)
+        for choice in chunk.choices
+        for call in choice.delta.tool_calls or []
+    ]
+    assert [(d.index, d.type) for d in deltas if d.id] == [(0, "custom"), (1, "function")]
+    assert "".join(d.custom["input"] for d in deltas if d.index == 0) == "+x\n"
 
 
 def test_parallel_calls_can_be_switched_off(client) -> None:

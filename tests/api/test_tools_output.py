@@ -226,6 +226,33 @@ def test_a_cut_call_is_still_a_call() -> None:
     assert summary(f"{whole}\n<tool_c") == ("", "", [LS])
 
 
+@pytest.mark.parametrize(
+    ("format", "marker", "call"),
+    [
+        (HERMES, "<tool_call>", '\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'),
+        (QWEN3, "<tool_call>", "\n<function=bash>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"),
+        (MISTRAL, "[TOOL_CALLS]", ' [{"name": "bash", "arguments": {"command": "ls"}}]'),
+        (MISTRAL11, "[TOOL_CALLS]", 'bash[ARGS]{"command": "ls"}'),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_wherever_the_limit_cuts_a_call_off_none_of_its_markup_is_text(
+    format: ToolFormat, marker: str, call: str
+) -> None:
+    for cut in range(len(call)):
+        parser = output_parser(format, TOOLS)
+        events = parser.feed(f"I look. {marker}{call[:cut]}") + parser.finish(cut=True)
+        assert [event.text for event in events if isinstance(event, TextDelta)] == ["I look."], cut
+        said = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
+        assert '{"command": "ls"}'.startswith(said), cut
+
+
+def test_json_that_is_the_answer_itself_is_not_lost_where_it_is_cut() -> None:
+    parser = output_parser(LLAMA, TOOLS)
+    events = parser.feed('{"names": ["a", "b') + parser.finish(cut=True)
+    assert events == [TextDelta('{"names": ["a", "b')]
+
+
 def test_ids() -> None:
     def first_id(format: ToolFormat, text: str) -> str:
         start = output_parser(format, TOOLS).feed(text)[0]

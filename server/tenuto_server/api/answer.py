@@ -75,6 +75,28 @@ class Answer:
         return message
 
 
+# The one argument of a custom tool, as far as it came: whole characters and escapes only.
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*)')
+_HALF_PAIR = re.compile("[\ud800-\udbff]$")
+
+
+def is_whole(arguments: str) -> bool:
+    """Whether the JSON text of a call's arguments came to its end."""
+    return isinstance(parsed_arguments(arguments), dict)
+
+
+def free_text(arguments: str) -> str:
+    """What a custom tool gets: the one string argument, as far as it came, or what the model wrote instead of it."""
+    value = parsed_arguments(arguments)
+    if isinstance(value, dict):
+        text = value.get("input")
+        return text if isinstance(text, str) else json.dumps(value, ensure_ascii=False)
+    if '{"input":"'.startswith("".join(arguments.split())):
+        return ""
+    came = _INPUT.match(arguments)
+    return arguments if came is None else _HALF_PAIR.sub("", json.loads(f'"{came[1]}"', strict=False))
+
+
 def program_of(arguments: Any) -> str | None:
     """The program that a shell-like call would run: what the server keys its own pause history by."""
     if isinstance(arguments, str):

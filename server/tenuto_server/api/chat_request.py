@@ -11,6 +11,9 @@ from tenuto_server.api.conversation import (
     Writer,
     custom_tool,
     function_tool,
+    given_arguments,
+    given_id,
+    given_text,
     joined_text,
     read_choice,
 )
@@ -75,7 +78,7 @@ def _read_message(writer: Writer, message: Any, index: int) -> None:
     text = joined_text(message.get("content"), f"{where}.content")
     name = message["name"] if isinstance(message.get("name"), str) else None
     if role in _TOOL_RESULTS_ROLES:
-        writer.result(message.get("tool_call_id"), text, index, name)
+        writer.result(given_id(message, "tool_call_id", where), text, index, name)
         return
     if role == "assistant":
         reasoning = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
@@ -91,21 +94,36 @@ def _read_message(writer: Writer, message: Any, index: int) -> None:
 
 
 def _read_call(writer: Writer, call: Any, where: str) -> Json:
-    if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
-        call = {
-            "id": call.get("id"),
-            "function": {"name": custom.get("name"), "arguments": {"input": custom.get("input")}},
-        }
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request(f"{where}.function.name: expected a string", f"{where}.function.name")
-    return writer.call(call.get("id"), function["name"], function.get("arguments"))
+    if not isinstance(call, dict):
+        raise bad_request(f"{where}: expected an object", where)
+    key = _key(call)
+    function = call.get(key)
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+        raise bad_request(f"{where}.{key}.name: expected a string", f"{where}.{key}.name")
+    if key == "custom":
+        arguments: Any = {"input": given_text(function.get("input"), f"{where}.custom.input")}
+    else:
+        arguments = given_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return writer.call(given_id(call, "id", where), name, arguments)
+
+
+def _key(item: Json) -> str:
+    """The field that holds what a tool or a call is; its ``type`` may be missing."""
+    return "custom" if item.get("type") == "custom" or ("custom" in item and "function" not in item) else "function"
 
 
 def _read_tool(tool: Any, where: str) -> ToolSpec:
-    if isinstance(tool, dict) and tool.get("type") == "custom" and isinstance(tool.get("custom"), dict):
-        return custom_tool(tool["custom"], f"{where}.custom")
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict):
-        raise bad_request(f"{where}.function.name: expected a string", f"{where}.function.name")
-    return function_tool(function, "parameters", f"{where}.function")
+    if not isinstance(tool, dict):
+        raise bad_request(f"{where}: expected an object", where)
+    kind = tool.get("type")
+    if kind is not None and not isinstance(kind, str):
+        raise bad_request(f"{where}.type: expected a string", f"{where}.type")
+    key = _key(tool)
+    inner = tool.get(key)
+    if not isinstance(inner, dict):
+        raise bad_request(f"{where}.{key}.name: expected a string", f"{where}.{key}.name")
+    return (
+        custom_tool(inner, f"{where}.custom")
+        if key == "custom"
+        else function_tool(inner, "parameters", f"{where}.{key}")
+    )

@@ -160,6 +160,28 @@ class Writer:
         self.add(message, place)
 
 
+def given_arguments(arguments: Any, where: str) -> Any:
+    """Arguments as a client may send them back: text, an object, or nothing. Raises 400 naming the field (``where``)."""
+    if arguments is not None and not isinstance(arguments, (str, dict)):
+        raise bad_request(f"{where}: expected a string", where)
+    return arguments
+
+
+def given_text(text: Any, where: str) -> str:
+    """What a custom tool was given: text, or nothing. Raises 400 naming the field."""
+    if text is not None and not isinstance(text, str):
+        raise bad_request(f"{where}: expected a string", where)
+    return text or ""
+
+
+def given_id(item: Json, key: str, where: str) -> str | None:
+    """The id that ties a call and its result together. Raises 400 naming the field for what is no text."""
+    value = item.get(key)
+    if value is not None and not isinstance(value, str):
+        raise bad_request(f"{where}.{key}: expected a string", f"{where}.{key}")
+    return value
+
+
 def parsed_arguments(arguments: Any) -> Any:
     """Arguments as templates want them: an object; text that is not one stays text."""
     if isinstance(arguments, str):
@@ -221,11 +243,13 @@ def function_tool(function: Json, schema_key: str, where: str, namespace: str | 
     name, description, schema = function.get("name"), function.get("description"), function.get(schema_key)
     if not isinstance(name, str) or not name:
         raise bad_request(f"{where}.name: expected a string", f"{where}.name")
+    if description is not None and not isinstance(description, str):
+        raise bad_request(f"{where}.description: expected a string", f"{where}.description")
     if schema is not None and not isinstance(schema, dict):
         raise bad_request(f"{where}.{schema_key}: expected a JSON schema object", f"{where}.{schema_key}")
     return ToolSpec(
         name,
-        description if isinstance(description, str) else "",
+        description or "",
         schema if schema is not None else {"type": "object", "properties": {}},
         function.get("strict") is True,
         namespace=namespace,

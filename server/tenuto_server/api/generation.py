@@ -178,7 +178,7 @@ class Generation:
         parser = self._job.parser
         if parser is None:
             return [TextDelta(text)] if text else []
-        return parser.feed(text) + (parser.finish() if final else [])
+        return parser.feed(text) + (parser.finish(self.finish == "length") if final else [])
 
     def _on_started(self, output: TurnStarted) -> None:
         if not self.admitted:

@@ -133,6 +133,7 @@ def _choice(choice: Mapping[str, Any] | None, tools: tuple[ToolSpec, ...]) -> tu
     if choice is None:
         return "auto", True
     kind, parallel = choice.get("type"), choice.get("disable_parallel_tool_use") is not True
+    choices = {"auto": "auto", "any": "required", "none": "none"}
     if kind == "tool":
         name = choice.get("name")
         if not any(tool.name == name for tool in tools):
@@ -140,8 +141,7 @@ def _choice(choice: Mapping[str, Any] | None, tools: tuple[ToolSpec, ...]) -> tu
         return str(name), parallel
     if kind == "any" and not tools:
         raise bad_request("tool_choice.type: any, but there are no tools", "tool_choice.type")
-    choices = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in choices:
+    if not isinstance(kind, str) or kind not in choices:
         raise bad_request("tool_choice.type: expected auto, any, none or tool", "tool_choice.type")
     return choices[kind], parallel
 
@@ -194,12 +194,14 @@ class _Reader:
         for at, block in enumerate(blocks):
             where = f"messages[{index}].content[{at}]"
             kind = block.get("type") if isinstance(block, dict) else None
-            if isinstance(kind, str) and kind.endswith("tool_result") and isinstance(block.get("tool_use_id"), str):
+            if isinstance(kind, str) and kind.endswith("tool_result"):
+                if not isinstance(call_id := block.get("tool_use_id"), str):
+                    raise bad_request(f"{where}.tool_use_id: expected a string", f"{where}.tool_use_id")
                 if texts:
                     self.writer.text("user", "\n".join(texts), index)
                     texts = []
                 text = joined_text(block.get("content"), f"{where}.content", self._tools)
-                self.writer.result(block["tool_use_id"], text, index)
+                self.writer.result(call_id, text, index)
                 said = True
             else:
                 texts.append(block_text(block, where, self._tools))
@@ -217,17 +219,22 @@ class _Reader:
                 name = block.get("name")
                 if not isinstance(name, str) or not name:
                     raise bad_request(f"{where}.name: expected a string", f"{where}.name")
-                calls.append(self.writer.call(block.get("id"), name, block.get("input")))
+                value = block.get("input")
+                if value is not None and not isinstance(value, dict):
+                    raise bad_request(f"{where}.input: expected an object", f"{where}.input")
+                calls.append(self.writer.call(block.get("id"), name, value))
             elif kind == "thinking":
-                reasoning.append(_thought(block))
+                reasoning.append(_thought(block, where))
             elif kind != "redacted_thinking":
                 texts.append(block_text(block, where, self._tools))
         self.writer.assistant("\n".join(texts), "\n".join(filter(None, reasoning)), calls, index)
 
 
-def _thought(block: Json) -> str:
+def _thought(block: Json, where: str) -> str:
     text, signature = block.get("thinking"), block.get("signature")
-    if isinstance(text, str) and text:
+    if text is not None and not isinstance(text, str):
+        raise bad_request(f"{where}.thinking: expected a string", f"{where}.thinking")
+    if text:
         return text
     return open_seal(signature) if isinstance(signature, str) else ""
 

@@ -21,6 +21,7 @@ from tenuto_server.api.messages_request import seal
 from tenuto_server.api.prompt import Prompt
 from tenuto_server.api.responses_answer import ResponseShape
 from tenuto_server.api.responses_request import ResponsesRequest, to_conversation
+from tenuto_server.api.retain import wants_prewarm
 from tenuto_server.api.schema import parse
 from tenuto_server.api.service import Service, service_of
 from tenuto_server.api.stream import StreamedAnswer
@@ -43,7 +44,7 @@ async def responses(request: Request) -> Response:
     body = parse(ResponsesRequest, raw)
     service.check_model(body.model)
     history = _history(service, tenant, body)
-    talk, prompt = await service.off_loop(render, service, tenant, body, history)
+    talk, prompt = await service.off_loop(render, service, tenant, body, history, wants_prewarm(raw))
     job = prepare(service, request, "resp_", tenant, body, raw, talk, prompt)
     keep = (service.responses, tenant, (*history, *body.items())) if body.store is not False else None
     shape = ResponseShape(job.turn.request_id, service.model.name, body, raw, talk.tools, keep)
@@ -62,11 +63,13 @@ def _history(service: Service, tenant: str, body: ResponsesRequest) -> tuple[Any
 
 
 def render(
-    service: Service, tenant: str, body: ResponsesRequest, history: tuple[Any, ...]
+    service: Service, tenant: str, body: ResponsesRequest, history: tuple[Any, ...], prewarm: bool = False
 ) -> tuple[Conversation, Prompt]:
-    """The conversation of a request behind stored items, and its prompt."""
+    """The conversation of a request behind stored items, and its prompt. ``prewarm``: nobody waits for an answer, and a user
+    may be the next to speak."""
     talk = to_conversation(body, history, service.config.strip_attribution, service.prompts.readings, tenant)
-    return talk, service.prompts.conversation(talk, tenant)
+    prompt = service.prompts.conversation(talk, tenant)
+    return talk, service.prompts.opening(prompt, tenant) if prewarm else prompt
 
 
 @router.post("/v1/responses/compact")

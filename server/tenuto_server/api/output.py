@@ -2,7 +2,8 @@
 
 ``OutputParser`` owns one answer's undecided tail. The rules, for every format of ``toolformat``:
 
-- no part of a marker gets out, and no text is lost: what turns out not to be a call (no JSON, no name) is text;
+- no part of a marker gets out, and no text is lost: what turns out not to be a call (no JSON, no name) is text; the head
+  of a marked call that the limit cut off before its name is neither;
 - the arguments of a call stream as soon as its name is known; from then on it is a call, whatever follows. Raw control
   characters in its strings, which JSON forbids and models write, are escaped;
 - spaces and newlines between text and markup are the template's, not the answer's: they are dropped;
@@ -80,6 +81,7 @@ class OutputParser:
         self._events: list[OutputEvent] = []
         self._new_id = new_id
         self._index = -1
+        self._undecided = False
         self._parallel, self._muted = parallel, False
         self._calls = Calls(format, tools, self)
         self._format, self._tools, self._reasoning = format, tools, reasoning
@@ -97,9 +99,10 @@ class OutputParser:
         self._input.push(text)
         return self._resume()
 
-    def finish(self) -> list[OutputEvent]:
-        """What was held back; ends a call that was cut off. Nothing may be fed afterwards."""
-        self._input.final = True
+    def finish(self, cut: bool = False) -> list[OutputEvent]:
+        """What was held back; ends a call that was cut off. ``cut``: the answer's limit ended it. Nothing may be fed
+        afterwards."""
+        self._input.final, self._input.cut = True, cut
         return self._resume()
 
     def _resume(self) -> list[OutputEvent]:
@@ -146,7 +149,7 @@ class OutputParser:
         yield from self._think()
         markers = self._format.begin if self._tools else ()
         if self._tools and self._format.bare:
-            yield from self._calls.read("")
+            yield from self._call("")
         yield from self._answer(markers)
         while True:  # after ``finish``
             yield
@@ -178,6 +181,13 @@ class OutputParser:
             yield
         yield from source.skip_space()
 
+    def _call(self, marker: str) -> Generator[None, None, bool]:
+        """Whether calls stood behind the marker. Without one it may be text to its end, whatever it looks like."""
+        self._undecided = bool(marker)
+        found = yield from self._calls.read(marker)
+        self._undecided &= self._input.cut
+        return found
+
     def _answer(self, markers: tuple[str, ...]) -> Generator[None, None, None]:
         """Text and, between it, what the markers open."""
         source = self._input
@@ -188,8 +198,11 @@ class OutputParser:
             self.text(text)
             if found is not None:
                 space = source.skipped_space
-                if (yield from self._calls.read(found)):
+                if (yield from self._call(found)):
                     yield from source.skip_space()
+                elif self._undecided:  # when the limit came
+                    source.rest()
+                    return
                 else:  # the marker was text (unless it is a control token), and reading goes on behind it
                     self.text(space + ("" if found in self._format.control else found))
             elif source.final:

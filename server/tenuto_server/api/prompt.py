@@ -152,6 +152,18 @@ class PromptBuilder:
             self._read,
         )
 
+    def opening(self, prompt: Prompt, scope: str = "") -> Prompt:
+        """Of a prompt that ends with system text, what stays whatever a user says next: neither the beginning of an answer
+        nor what a template writes behind the last message alone. Any other prompt stays as it is."""
+        talk = prompt.talk
+        if talk is None or talk.last_role not in ("system", "developer"):
+            return prompt
+        said = [*talk.messages, {"role": "user", "content": "."}]
+        longer = replace(talk, messages=tuple(said), places=(*talk.places, None), digests=(), links=(), prefill="")
+        other = self.conversation(longer, scope).tokens[: len(prompt.tokens)]
+        same = int(np.argmin(np.append(prompt.tokens[: len(other)] == other, False)))
+        return replace(prompt, tokens=prompt.tokens[:same]) if same else prompt
+
     def text(self, text: str) -> Prompt:
         """The prompt of a plain completion: control tokens are recognised, as that interface is for."""
         tokens = self._tokenizer.encode(text)

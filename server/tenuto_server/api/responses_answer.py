@@ -3,11 +3,10 @@ of its last event."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tenuto_server.api.conversation import parsed_arguments
+from tenuto_server.api.answer import free_text, is_whole
 from tenuto_server.api.diagnostics import responses_diagnostics
 from tenuto_server.api.errors import ApiError
 from tenuto_server.api.generation import Generation
@@ -110,7 +109,7 @@ class ResponseShape:
 
     def whole(self, generation: Generation) -> Json:
         """The complete response, kept where that was asked for. Every event must have been taken before."""
-        self._close()
+        self._close(cut=generation.finish == "length")
         response = self.response(generation, "incomplete" if generation.finish == "length" else "completed")
         if self._keep is not None:
             store, tenant, items = self._keep
@@ -147,12 +146,14 @@ class ResponseShape:
                     if self.output[-1]["type"] == "function_call":
                         out.append(self._item_event("function_call_arguments.delta", delta=arguments))
                 case ToolCallEnd():
-                    out += self._close()
+                    # Nothing follows a call that the limit cut off.
+                    cut = generation.finish == "length" and event is events[-1] and not is_whole("".join(self._text))
+                    out += self._close(cut)
         return out
 
     def last(self, generation: Generation) -> list[Json]:
         """The end of the last item and the whole response."""
-        out = self._close()
+        out = self._close(cut=generation.finish == "length")
         response = self.whole(generation)
         return [*out, self._event(response["status"], response=response)]
 
@@ -231,18 +232,18 @@ class ResponseShape:
         self._text.append(text)
         return self._item_event(f"{kind}.delta", delta=text, **fields)
 
-    def _close(self) -> list[Json]:
-        """Completes the open item, if there is one."""
-        if not self.output or self.output[-1].get("status", "open") == "completed":
+    def _close(self, cut: bool = False) -> list[Json]:
+        """Completes the open item, if there is one. ``cut``: as far as it came."""
+        if not self.output or self.output[-1].get("status", "in_progress") != "in_progress":
             return []
         item, text = self.output[-1], "".join(self._text)
-        item["status"] = "completed"
+        item["status"] = "incomplete" if cut else "completed"
         out: list[Json] = []
         if item["type"] == "function_call":
             item["arguments"] = text
             out.append(self._item_event("function_call_arguments.done", arguments=text, name=item["name"]))
         elif item["type"] == "custom_tool_call":
-            item["input"] = _free_text(text)
+            item["input"] = free_text(text)
             out.append(self._item_event("custom_tool_call_input.delta", delta=item["input"]))
             out.append(self._item_event("custom_tool_call_input.done", input=item["input"]))
         else:
@@ -257,12 +258,3 @@ class ResponseShape:
             out.append(self._item_event(f"{kind}.done", content_index=0, text=text, **more))
             out.append(self._item_event("content_part.done", content_index=0, part=part))
         return [*out, self._event("output_item.done", output_index=len(self.output) - 1, item=dict(item))]
-
-
-def _free_text(arguments: str) -> str:
-    """What a custom tool gets: the one string argument, or what the model wrote instead of it."""
-    value = parsed_arguments(arguments)
-    text = value.get("input") if isinstance(value, dict) else None
-    if isinstance(text, str):
-        return text
-    return arguments if not isinstance(value, dict) else json.dumps(value, ensure_ascii=False)

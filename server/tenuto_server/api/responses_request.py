@@ -20,6 +20,9 @@ from tenuto_server.api.conversation import (
     custom_tool,
     dump,
     function_tool,
+    given_arguments,
+    given_id,
+    given_text,
     joined_text,
     read_choice,
 )
@@ -72,14 +75,19 @@ class ResponsesRequest(GenerationRequest):
     def response_schema(self) -> Json | None:
         """The JSON schema that the answer must follow. Raises 400."""
         form = (self.text or {}).get("format")
-        kind = form.get("type", "text") if isinstance(form, dict) else "text"
+        if form is None:
+            return None
+        if not isinstance(form, dict):
+            raise bad_request("text.format: expected an object", "text.format")
+        kind = form.get("type", "text")
         if kind == "text":
             return None
         if kind == "json_object":
             return {"type": "object"}
-        schema = form.get("schema") if isinstance(form, dict) else None
-        if kind != "json_schema" or not isinstance(schema, dict):
-            raise bad_request("text.format: expected text, json_object or json_schema with a schema", "text.format")
+        if kind != "json_schema":
+            raise bad_request("text.format.type: expected text, json_object or json_schema", "text.format.type")
+        if not isinstance(schema := form.get("schema"), dict):
+            raise bad_request("text.format.schema: a json_schema needs an object", "text.format.schema")
         return schema
 
 
@@ -132,8 +140,10 @@ def _tools(tool: Any, where: str) -> list[ToolSpec]:
         return [custom_tool(tool, where)]
     if kind == "namespace":
         inner, name = tool.get("tools"), tool.get("name")
-        if not isinstance(inner, list) or not isinstance(name, str):
-            raise bad_request(f"{where}: a namespace needs a name and tools", where)
+        if not isinstance(name, str):
+            raise bad_request(f"{where}.name: a namespace needs a string", f"{where}.name")
+        if not isinstance(inner, list):
+            raise bad_request(f"{where}.tools: a namespace needs an array", f"{where}.tools")
         specs = [spec for index, each in enumerate(inner) for spec in _tools(each, f"{where}.tools[{index}]")]
         return [replace(spec, name=qualified(name, spec.name), namespace=name) for spec in specs]
     return []
@@ -149,7 +159,8 @@ def _qualified_choice(choice: Any, tools: Sequence[ToolSpec]) -> Any:
     if isinstance(choice, dict) and isinstance(name := choice.get("name"), str):
         found = next((t.name for t in tools if t.name in (name, qualified(t.namespace, name))), name)
         return {**choice, "name": found}
-    hosted = isinstance(choice, dict) and choice.get("type") not in ("function", "custom", "allowed_tools")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    hosted = isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools", "auto", "none", "required")
     return "auto" if hosted else choice
 
 
@@ -201,7 +212,7 @@ class _Reader:
             self.flush()
             output = item.get("output")
             text = output if isinstance(output, str) else _output_text(output, f"{where}.output")
-            self.writer.result(item.get("call_id"), text, place)
+            self.writer.result(given_id(item, "call_id", where), text, place)
         elif kind == "compaction":
             self.flush()
             if summary := open_seal(str(item.get("encrypted_content"))):
@@ -230,11 +241,13 @@ class _Reader:
         if not isinstance(name, str) or not name:
             raise bad_request(f"{where}.name: expected a string", f"{where}.name")
         if kind == "custom_tool_call":
-            arguments: Any = {"input": item.get("input", "")}
+            arguments: Any = {"input": given_text(item.get("input"), f"{where}.input")}
+        elif "arguments" in item:
+            arguments = given_arguments(item["arguments"], f"{where}.arguments")
         else:
-            arguments = item.get("arguments", item.get("action", item.get("operation")))
+            arguments = item.get("action", item.get("operation"))
         self._answer(place)
-        call_id = item.get("call_id", item.get("id"))
+        call_id = given_id(item, "call_id" if "call_id" in item else "id", where)
         self._calls.append(self.writer.call(call_id, qualified(item.get("namespace"), name), arguments))
 
     def _answer(self, place: int | None, text: str = "", reasoning: str = "") -> None:

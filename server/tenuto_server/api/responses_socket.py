@@ -24,6 +24,7 @@ from tenuto_server.api.openai_responses import render
 from tenuto_server.api.responses_answer import ResponseShape
 from tenuto_server.api.responses_request import ResponsesRequest
 from tenuto_server.api.responses_store import ResponseStore
+from tenuto_server.api.retain import wants_prewarm
 from tenuto_server.api.schema import parse
 from tenuto_server.api.service import ClientGone, Service
 from tenuto_server.api.submit import prepare
@@ -122,7 +123,7 @@ class _Line:
         body = parse(ResponsesRequest, raw)
         service.check_model(body.model)
         history = self._history(body)
-        talk, prompt = await service.off_loop(render, service, tenant, body, history)
+        talk, prompt = await service.off_loop(render, service, tenant, body, history, wants_prewarm(raw))
         job = prepare(service, self._websocket, "resp_", tenant, body, raw, talk, prompt)
         store = self._local if body.store is False else service.responses
         keep = (store, tenant, (*history, *body.items()))

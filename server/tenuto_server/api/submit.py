@@ -18,6 +18,7 @@ from tenuto_server.api.prompt import Prompt
 from tenuto_server.api.retain import releases, retain_s
 from tenuto_server.api.schema import GenerationRequest
 from tenuto_server.api.service import Service
+from tenuto_server.engine.events import PauseInferred
 
 
 def prepare(
@@ -50,6 +51,9 @@ def prepare(
         warm=arrival.kind == "prewarm",
         inferred=arrival.kind in ("turn", "compaction"),
     )
+    if arrival.behind_side and turn.session is not None:
+        # Nobody was waited for after that call: its pause teaches nothing about people.
+        service.loop.post(PauseInferred(tenant, turn.session, "background", "side_call"))
     if turn.warm:
         turn = replace(turn, sampling=replace(turn.sampling, max_tokens=0))
     return replace(job, turn=turn, arrival=arrival, retain_s=retain_s(raw, talk), release=releases(raw))

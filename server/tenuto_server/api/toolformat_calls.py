@@ -250,6 +250,8 @@ class Calls:
         while (yield from source.literal("<parameter=")):
             key = yield from source.take_until(">")
             if key is None:
+                if source.cut:
+                    source.rest()
                 break
             schema = properties.get(key) if isinstance(properties, dict) else None
             self._sink.arguments(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
@@ -257,8 +259,8 @@ class Calls:
             if not (yield from self._parameter(schema)):
                 break
             yield from source.skip_space()
-        self._sink.arguments("{}" if between == "{" else "}")
-        yield from source.literal("</function>")
+        if (yield from source.literal("</function>")) or not source.cut:  # else half a call would look like a whole one
+            self._sink.arguments("{}" if between == "{" else "}")
         source.mark()
         return self._end()
 
@@ -269,6 +271,8 @@ class Calls:
         yield from source.literal("\n")
         if kind != "string":
             text = yield from source.take_until(end)
+            if text is None and source.cut:
+                return False
             whole = (source.rest() if text is None else text).removesuffix("\n")
             self._sink.arguments(_as_json(whole, kind))
             return text is not None
@@ -277,10 +281,11 @@ class Calls:
             text, found = source.until((end,))
             space = source.skipped_space.removesuffix("\n") if found else ""
             if not found and source.final:
-                text += source.rest()
+                rest = source.rest()  # held back, since the tag may begin with it
+                text += "" if source.cut else rest
             self._sink.arguments(json.dumps(text + space, ensure_ascii=False)[1:-1])
             if found or source.final:
-                self._sink.arguments('"')
+                self._sink.arguments('"' if found or not source.cut else "")
                 return found is not None
             yield
 

@@ -1,6 +1,7 @@
 """Text that arrives in pieces, read like text that is all there. ``Input`` owns the part that is not consumed yet.
 
-Its methods are generators that yield while they need more; ``final`` says that no more will come.
+Its methods are generators that yield while they need more; ``final`` says that no more will come, ``cut`` that there would
+have been more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Input:
     """``text[at:]`` is unread. While a mark is set, everything since is kept, so that reading can go back to it."""
 
     def __init__(self) -> None:
-        self.text, self.at, self.final = "", 0, False
+        self.text, self.at, self.final, self.cut = "", 0, False, False
         self.skipped_space = ""
         self._mark: int | None = None
 
@@ -56,13 +57,15 @@ class Input:
         return char
 
     def literal(self, word: str) -> Generator[None, None, bool]:
-        """Consumes ``word`` if it is next."""
+        """Consumes ``word`` if it is next, or what came of it before the text was cut."""
         while True:
             have = self.text[self.at : self.at + len(word)]
             if have == word:
                 self.at += len(word)
                 return True
             if self.final or not word.startswith(have):
+                if self.cut and word.startswith(have):
+                    self.at += len(have)
                 return False
             yield
 

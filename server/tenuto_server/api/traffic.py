@@ -46,7 +46,7 @@ class _Record:
 @dataclass(slots=True, eq=False)
 class Arrival:
     """A request as it was understood. ``kind`` side: it belongs to a session without being one of its turns. ``inferred``:
-    what was concluded from traffic, by name."""
+    what was concluded from traffic, by name. ``behind_side``: it shows that its session's last request was a side call."""
 
     kind: Kind
     identity: Identity
@@ -54,6 +54,7 @@ class Arrival:
     clues: Clues
     change: Change | None = None
     inferred: list[str] = field(default_factory=list)
+    behind_side: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,9 @@ class Traffic:
         if clues.kind == "turn" and _is_side_call(record, identity, clues, outline):
             arrival.kind = "side"
             self._note(arrival, "side_call")
-        elif record is None and identity.parent is None:
+        elif record is not None:
+            arrival.behind_side = _was_side_call(record.outline, outline)
+        elif identity.parent is None:
             parent = self._spawned_by(tenant, talk)
             if parent is not None and parent != identity.session:
                 arrival.identity = Identity(identity.session, parent, identity.final)

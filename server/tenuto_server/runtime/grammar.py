@@ -159,6 +159,9 @@ def _xgrammar() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The library's message without its own time stamp and source line."""
+    """The library's message without what is its own: time stamp, source line, the condition that it checked."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return line.rsplit(".cc:", 1)[-1].partition(": ")[2] or line if ".cc:" in line else line
+    line = line.rsplit(".cc:", 1)[-1].partition(": ")[2] or line if ".cc:" in line else line
+    if "type mismatch!" in line:
+        return "a keyword has a value of the wrong type"
+    return line.partition(" is false: ")[2] or line if line.startswith("Check failed: ") else line
