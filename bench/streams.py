@@ -6,7 +6,8 @@
 
 One process serves as ``tenuto serve`` does (engine thread, event loop, the model's threads); the readers are a second process
 that only drains its sockets. Both arms run the same greedy turns of the same length on the same engine, in pairs of
-alternating order; a value is the mean time of a step while all streams decode, a ratio its like over HTTP against without.
+alternating order; a value is the median time of a step while all streams decode (every step has as many tokens to send, and
+whatever else the machine does meets single ones), a ratio its like over HTTP against without.
 The CPU time of the event loop's thread, and of the readers, which a server elsewhere would not pay for, is given per token while
 all streams decode, and as a share of what all cores have in a step: where something else keeps the machine busy, ratios scatter
 and this does not.
@@ -24,6 +25,7 @@ import pstats
 import queue
 import selectors
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -67,12 +69,12 @@ class Clocked:
         return done
 
     def step_s(self) -> tuple[float, float]:
-        """Mean time, and CPU time of the event loop, between two full forwards since the last call."""
+        """Median time, and mean CPU time of the event loop, between two full forwards since the last call."""
         ends, self.ends = self.ends, []
         cpu, self.loop_cpu = self.loop_cpu, []
         if len(ends) < 3:
             raise SystemExit("too few steps in which all streams decode; use more --tokens")
-        return (ends[-1] - ends[0]) / (len(ends) - 1), (cpu[-1] - cpu[0]) / (len(cpu) - 1)
+        return statistics.median(np.diff(ends).tolist()), (cpu[-1] - cpu[0]) / (len(cpu) - 1)
 
 
 class Server(threading.Thread):
