@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -167,6 +168,21 @@ class Generation:
             self._learn()
             await self._retain()
         return events
+
+    def relay(self, to: Callable[[list[OutputEvent]], None], ready: Callable[[], bool]) -> None:
+        """From now on what is said while ``next`` waits goes ``to`` there at once, when it is ``ready``, and ``next`` waits on:
+        to wake a task for every token costs as much again as the token."""
+
+        def take(output: TokensOut) -> bool:
+            if not ready():
+                return False
+            events = self._parse(self._on_tokens(output))
+            self.answer.take(events)
+            if events:
+                to(events)
+            return True
+
+        self._mailbox.relay = take
 
     async def rest(self) -> Answer:
         """The whole answer, once it is complete."""

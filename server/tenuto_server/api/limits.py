@@ -25,9 +25,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tenuto_server.api.errors import ApiError, bad_request, encode_json
 
-PART_WRITER = "tenuto.write_part"
-"""The ASGI extension under which a streamed answer finds how to send a part of its body, once its head is sent without a
-``content-length``, in one call: through all layers it costs half as much as everything else that is done for a token."""
+PART_WRITER = "tenuto.part_writer"
+"""The ASGI extension under which a streamed answer finds a ``PartWriter``."""
 HINT_BODY_BYTES_MAX = 256 * 2**10
 _HINT_PATHS = ("/v1/kv_hints",)
 _ZSTD_WINDOW_MAX = 8 * 2**20
@@ -205,9 +204,30 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
+class PartWriter:
+    """Sends parts of a body whose head has gone out without a ``content-length``, in one call each: through all layers a part
+    costs half as much as everything else that is done for a token."""
+
+    __slots__ = ("_protocol",)
+
+    def __init__(self, protocol: H11Protocol) -> None:
+        self._protocol = protocol
+
+    def ready(self) -> bool:
+        """False where the reader is behind or gone, or no head was sent: then a part goes the long way, which waits."""
+        protocol = self._protocol
+        cycle = protocol.cycle
+        started = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+        return started and not protocol.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """A part that is not empty, when ``ready``, as a chunk (RFC 9112, section 7.1)."""
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
 class HttpProtocol(H11Protocol):
     """uvicorn's protocol with its one plain-text refusal (a request that is not HTTP, or whose headers never end) in the
-    error shape of everything else, and a short way for the parts of a body (``PART_WRITER``)."""
+    error shape of everything else, and a short way for the parts of a body (``PartWriter``)."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -215,19 +235,10 @@ class HttpProtocol(H11Protocol):
 
         async def with_writer(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
-                scope.setdefault("extensions", {})[PART_WRITER] = self._write_part
+                scope.setdefault("extensions", {})[PART_WRITER] = PartWriter(self)
             await app(scope, receive, send)
 
         self.app = with_writer
-
-    def _write_part(self, data: bytes) -> bool:
-        """Sends a part of a chunked body, which must not be empty, at once (RFC 9112, section 7.1). False, and nothing sent, where
-        the reader is behind or gone, or no head was sent: then the part goes the long way."""
-        cycle = self.cycle
-        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.response_started:
-            return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
 
     def send_400_response(self, msg: str) -> None:
         """Answers and closes. ``msg`` is uvicorn's own wording."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from tenuto_server.api.traffic import Traffic
 from tenuto_server.config import ServerConfig
 from tenuto_server.engine.events import HintBatch, QuerySessions, SubmitTurn
 from tenuto_server.engine.loop import Deliver, EngineDead, EngineLoop, InboxFull
-from tenuto_server.engine.plan import Output
+from tenuto_server.engine.plan import Output, TokensOut
 from tenuto_server.model.chat import ChatTemplate
 from tenuto_server.model.tokenizer import Tokenizer
 
@@ -43,13 +44,19 @@ class ClientGone(Exception):
 
 
 class Mailbox:
-    """Outputs of one request. ``deliver`` is for the engine thread, everything else for the event loop."""
+    """Outputs of one request. ``deliver`` is for the engine thread, everything else for the event loop.
+
+    ``relay``: who is offered the tokens that come while ``take`` waits, and says whether they are dealt with.
+    """
 
     def __init__(self, pump: Pump) -> None:
         self._pump = pump
         self._outputs: list[Output] = []
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
+        self.relay: Callable[[TokensOut], bool] | None = None
+        self._relayed_at = 0.0
+        self._error: Exception | None = None
 
     def deliver(self, output: Output) -> None:
         """Hands an output over; returns at once."""
@@ -57,6 +64,16 @@ class Mailbox:
 
     def put(self, output: Output) -> None:
         """An output arrived on the event loop."""
+        waits = self._waiter is not None and not (self._outputs or self._gone or self._error)
+        if waits and self.relay is not None and isinstance(output, TokensOut):
+            try:
+                if self.relay(output):
+                    self._relayed_at = time.monotonic()
+                    return
+            except Exception as error:  # it concerns this request only, whose task is waiting in take
+                self._error = error
+                self._wake()
+                return
         self._outputs.append(output)
         self._wake()
 
@@ -69,13 +86,20 @@ class Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _silent(self, timeout_s: float) -> None:
+        left = self._relayed_at + timeout_s - time.monotonic()
+        if left > 0:
+            self._pump.alarm.set(self, left, lambda: self._silent(timeout_s))
+        else:
+            self._wake()
+
     async def take(self, timeout_s: float | None = None) -> list[Output]:
-        """All outputs since the last call, at least one; empty when ``timeout_s`` passed. What a slow reader does not
+        """All outputs since the last call, at least one; empty when ``timeout_s`` passed with nothing said. What a slow reader does not
         take waits here merged into one list, bounded by the turn's ``max_tokens``."""
         if not (self._outputs or self._gone):
             self._waiter = self._pump.loop.create_future()
             if timeout_s is not None:
-                self._pump.alarm.set(self, timeout_s, self._wake)
+                self._pump.alarm.set(self, timeout_s, lambda: self._silent(timeout_s))
             try:
                 await self._waiter
             finally:
@@ -83,6 +107,8 @@ class Mailbox:
                 self._pump.alarm.lift(self)
         if self._gone:
             raise ClientGone
+        if self._error is not None:
+            raise self._error
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, Protocol
 
 import pydantic_core
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tenuto_server.api.errors import ApiError, encode_json
 from tenuto_server.api.generation import Generation
 from tenuto_server.api.job import Job
-from tenuto_server.api.limits import PART_WRITER
+from tenuto_server.api.limits import PART_WRITER, PartWriter
 from tenuto_server.api.output import OutputEvent
 from tenuto_server.api.service import ClientGone, Service
 
@@ -79,10 +79,10 @@ class StreamedAnswer(Response):
         super().__init__()
         self._service, self._job, self._shape = service, job, shape
         self._head_sent = False
-        self._write: Callable[[bytes], bool] | None = None
+        self._writer: PartWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._write = scope.get("extensions", {}).get(PART_WRITER)
+        self._writer = scope.get("extensions", {}).get(PART_WRITER)
         try:
             async with Generation(self._service, self._job, receive) as generation:
                 await self._run(generation, send)
@@ -107,11 +107,16 @@ class StreamedAnswer(Response):
         await self._guard(send({"type": "http.response.start", "status": 200, "headers": headers}))
         self._head_sent = True
         await self._send(send, self._events(shape.first(generation)))
+        if (writer := self._writer) is not None:
+
+            def relay(events: list[OutputEvent]) -> None:
+                if body := self._events(shape.part(generation, events)):
+                    writer.write(body)
+
+            generation.relay(relay, writer.ready)
         while True:
             if pending:
-                body = self._events(shape.part(generation, pending))
-                if self._write is None or not body or not self._write(body):
-                    await self._send(send, body)
+                await self._send(send, self._events(shape.part(generation, pending)))
             if generation.finish is not None:
                 break
             news = await generation.next(patience.ping_s)
