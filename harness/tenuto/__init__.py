@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tenuto.errors import PayloadTooLargeError as PayloadTooLargeError
     from tenuto.errors import PermissionDeniedError as PermissionDeniedError
     from tenuto.errors import PrefixDivergedError as PrefixDivergedError
+    from tenuto.errors import PrefixDivergedWarning as PrefixDivergedWarning
     from tenuto.errors import RateLimitError as RateLimitError
     from tenuto.errors import SessionClosedError as SessionClosedError
     from tenuto.errors import TenutoError as TenutoError
@@ -87,6 +88,7 @@ _HOME = {
         "PayloadTooLargeError",
         "PermissionDeniedError",
         "PrefixDivergedError",
+        "PrefixDivergedWarning",
         "RateLimitError",
         "SessionClosedError",
         "TenutoError",

@@ -15,11 +15,12 @@
     │       ├── RateLimitError              429
     │       └── InternalServerError         500 and above
     ├── HintRejectedError               a receipt said "rejected" or "missing"; only under strict=True
-    ├── PrefixDivergedError             assert_prefix_stable() found a difference (also an AssertionError)
+    ├── PrefixDivergedError             assert_prefix_stable() or a strict fork found a difference (also an AssertionError)
     ├── SessionClosedError              a session was used after end()
     └── TraceError                      a trace file that cannot be read
 
 Hints never raise any of these into the agent: a lost hint is counted in ``client.hints.stats``.
+``PrefixDivergedWarning`` is the one warning: a fork that is not strict does not start on its parent's prompt.
 """
 
 from __future__ import annotations
@@ -125,6 +126,10 @@ class HintRejectedError(TenutoError):
 
 class PrefixDivergedError(TenutoError, AssertionError):
     """Two prompts that should share a prefix do not; the message says where."""
+
+
+class PrefixDivergedWarning(UserWarning):
+    """A fork does not start on its parent's prompt, so that it shares less than it could; the message says where."""
 
 
 class SessionClosedError(TenutoError):

@@ -80,13 +80,23 @@ class Session(_Scope):
         return TurnStream(self, self._client, self.begin_turn(messages, params, stream=True), timeout)
 
     def fork(
-        self, name: str, *, when_s: float | None = None, model: str | None = None, attended: bool | None = None
+        self,
+        name: str,
+        *,
+        when_s: float | None = None,
+        model: str | None = None,
+        attended: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        strict: bool = False,
     ) -> Session:
         """A child session that starts on this session's last prompt (``child.history``); ``when_s``: in about so long.
 
+        The child's first request is compared with that prompt: where tools, system or history differ it warns with a
+        ``PrefixDivergedWarning`` that names the first difference, or, if ``strict``, raises ``PrefixDivergedError``
+        before anything is sent. ``tools``: those the child will send, where known, to be compared already here.
         Leaving the child's ``with`` block ends it and tells this session's KV that the child has joined.
         """
-        return self.fan_out([name], when_s=when_s, model=model, attended=attended)[0]
+        return self.fan_out([name], when_s=when_s, model=model, attended=attended, tools=tools, strict=strict)[0]
 
     def fan_out(
         self,
@@ -95,9 +105,11 @@ class Session(_Scope):
         when_s: float | None = None,
         model: str | None = None,
         attended: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        strict: bool = False,
     ) -> list[Session]:
         """Several forks announced at once, so that the shared prefix is warmed once."""
-        plans = self.plan_forks(names, when_s=when_s, model=model, attended=attended)
+        plans = self.plan_forks(names, when_s=when_s, model=model, attended=attended, tools=tools, strict=strict)
         return [self._client.track(Session(self._client, **plan)) for plan in plans]
 
     def spawn(self, name: str, *, model: str | None = None, attended: bool | None = None) -> Session:
@@ -133,10 +145,17 @@ class AsyncSession(_Scope):
         return AsyncTurnStream(self, self._client, self.begin_turn(messages, params, stream=True), timeout)
 
     def fork(
-        self, name: str, *, when_s: float | None = None, model: str | None = None, attended: bool | None = None
+        self,
+        name: str,
+        *,
+        when_s: float | None = None,
+        model: str | None = None,
+        attended: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        strict: bool = False,
     ) -> AsyncSession:
         """A child session that starts on this session's last prompt; see ``Session.fork``."""
-        return self.fan_out([name], when_s=when_s, model=model, attended=attended)[0]
+        return self.fan_out([name], when_s=when_s, model=model, attended=attended, tools=tools, strict=strict)[0]
 
     def fan_out(
         self,
@@ -145,9 +164,11 @@ class AsyncSession(_Scope):
         when_s: float | None = None,
         model: str | None = None,
         attended: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        strict: bool = False,
     ) -> list[AsyncSession]:
         """Several forks announced at once, so that the shared prefix is warmed once."""
-        plans = self.plan_forks(names, when_s=when_s, model=model, attended=attended)
+        plans = self.plan_forks(names, when_s=when_s, model=model, attended=attended, tools=tools, strict=strict)
         return [self._client.track(AsyncSession(self._client, **plan)) for plan in plans]
 
     def spawn(self, name: str, *, model: str | None = None, attended: bool | None = None) -> AsyncSession:

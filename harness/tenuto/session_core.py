@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import SessionClosedError
+from tenuto.errors import PrefixDivergedError, PrefixDivergedWarning, SessionClosedError
 from tenuto.forecast import PauseForecaster
 from tenuto.headers import HeaderError, encode_hints, write_identity
 from tenuto.keepalive import Keepalive
@@ -103,7 +105,8 @@ class SessionCore:
 
     ``id``: sent as ``X-Session-ID``. ``model``: default of the turns. ``usage``: sums over the turns. ``last_turn``,
     ``last_miss``: of the latest answer. ``lease``: the latest that the server granted. ``divergence``: where the last
-    prompt stopped extending the one before it, as seen from here; None when it extended it.
+    prompt stopped extending the one before it (a fork's first prompt: its parent's), as seen from here; None when it
+    extended it.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class SessionCore:
         attended: bool = True,
         parent: str | None = None,
         forked_from: SessionCore | None = None,
+        strict: bool = False,
     ) -> None:
         self.id = id[:ID_CHARS_MAX]
         self.parent = parent
@@ -133,6 +137,8 @@ class SessionCore:
         self.services = services
         self.open_pauses: list[Pause] = []
         self._forked_from = forked_from
+        self._starts_on: Fingerprint | None = forked_from.prefix if forked_from is not None else None
+        self._strict = strict
         self.prefix: Fingerprint | None = None
         self.last_tools: Sequence[Mapping[str, Any]] | None = None
         self._keepalives: list[Keepalive] = []
@@ -264,9 +270,22 @@ class SessionCore:
         )
 
     def plan_forks(
-        self, names: Sequence[str], *, when_s: float | None, model: str | None, attended: bool | None
+        self,
+        names: Sequence[str],
+        *,
+        when_s: float | None,
+        model: str | None,
+        attended: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        strict: bool = False,
     ) -> list[dict[str, Any]]:
         """Announces forks and returns the fields to make each child session with."""
+        if self.prefix is None:
+            if strict:
+                raise PrefixDivergedError(f"session {self.id!r} has had no turn yet: there is no prompt to fork")
+        elif tools is not None:
+            planned = replace(self.prefix, tools=fingerprint((), tools).tools)
+            self._tell(divergence(self.prefix, planned), f"a fork of session {self.id!r}", strict)
         ids = [self.child_id(name) for name in names]
         self.announce_forks(ids, when_s=when_s)
         common = {
@@ -274,6 +293,7 @@ class SessionCore:
             "attended": self.attended if attended is None else attended,
             "parent": self.id,
             "forked_from": self,
+            "strict": strict,
         }
         return [{"id": id, "agent": name, **common} for id, name in zip(ids, names, strict=True)]
 
@@ -305,7 +325,11 @@ class SessionCore:
             body["stream"] = True
             body.setdefault("stream_options", {"include_usage": True})
         prompt = fingerprint(messages, body.get("tools"))
-        self.divergence = divergence(self.prefix, prompt) if self.prefix is not None else None
+        before = self.prefix or self._starts_on
+        self.divergence = divergence(before, prompt) if before is not None else None
+        if self._starts_on is not None:
+            self._tell(self.divergence, f"session {self.id!r}", self._strict)
+            self._starts_on = None
         span = services.telemetry.start(
             "chat", body["model"], {"conversation": self.id, "request_model": body["model"] or None}, self.span
         )
@@ -315,6 +339,19 @@ class SessionCore:
         if envelope is not None and not self._attach(envelope, body, headers):
             envelope = None
         return PendingTurn(list(messages), body, headers, envelope, prompt, services.clock(), span)
+
+    @staticmethod
+    def _tell(report: DivergenceReport | None, who: str, strict: bool) -> None:
+        """Warns of a fork that differs, at the agent's own line, or raises ``PrefixDivergedError`` if ``strict``."""
+        if report is None:
+            return
+        text = f"{who} does not start on the prompt it was forked from: {report}"
+        if strict:
+            raise PrefixDivergedError(text)
+        frame, level = sys._getframe(), 1
+        while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "tenuto":
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, PrefixDivergedWarning, stacklevel=level)
 
     def finish_turn(self, pending: PendingTurn, turn: Turn) -> Turn:
         """Takes in an answer."""

@@ -45,6 +45,7 @@ EXPORTS = [
     "PayloadTooLargeError",
     "PermissionDeniedError",
     "PrefixDivergedError",
+    "PrefixDivergedWarning",
     "RateLimitError",
     "Recorder",
     "Session",
