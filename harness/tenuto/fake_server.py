@@ -126,12 +126,13 @@ class FakeServer:
     """A server for tests of agents: starts on entry, on a free port of the loopback interface.
 
     ``url``: for ``base_url``. ``requests``, ``hints``: what arrived. ``reply()`` scripts the next answer; without one the
-    answer is ``ok``. ``faults``: what goes wrong.
+    answer is ``ok``. ``lease_s``: of the lease that a pause is granted; None: none is. ``faults``: what goes wrong.
     """
 
     def __init__(self) -> None:
         self.requests: list[SeenRequest] = []
         self.hints = HintRecorder()
+        self.lease_s: float | None = 60.0
         self.faults = Faults()
         self.outcome: Callable[[AnyAction], tuple[str, str]] = lambda action: ("accepted", "")
         self._replies: deque[Reply] = deque()
@@ -205,7 +206,8 @@ class FakeServer:
                 continue
             self.hints.add(action, via)
             outcome, reason = self.outcome(action)
-            lease = Lease(until_s=60.0, tier="device", tokens=64) if action.TYPE == "agent.pause" else None
+            granted_s = self.lease_s if action.TYPE == "agent.pause" else None
+            lease = None if granted_s is None else Lease(until_s=granted_s, tier="device", tokens=64)
             receipts.append(
                 Receipt.model_validate(
                     {"action_id": item.action_id, "outcome": outcome, "reason": reason, "lease": lease}

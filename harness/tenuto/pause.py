@@ -109,6 +109,8 @@ class Pause:
         others = [p for p in session.open_pauses if p.duration_s is None]
         self._started_s = session.services.clock()
         session.open_pauses.append(self)
+        if session.expiry is not None:
+            session.expiry.paused()
         self._span = session.services.telemetry.start(
             "tool", self.key.tool or self.kind, {"conversation": session.id, "tool_name": self.key.tool}, session.span
         )
@@ -121,15 +123,13 @@ class Pause:
         if others and all(p.kind == self.kind for p in others):
             self._send(AgentPauseUpdate, forecast=_wire(expected))
             return self
-        self._send(
-            AgentPause,
-            delay_s=SHORT_PAUSE_DEFER_S if expected.p90_s < SHORT_PAUSE_S else 0.0,
-            kind=self.kind,
-            tool=self.key.tool,
-            program=self.key.program,
-            forecast=_wire(expected),
-        )
+        self._announce(expected, SHORT_PAUSE_DEFER_S if expected.p90_s < SHORT_PAUSE_S else 0.0)
         return self
+
+    def announce_again(self) -> None:
+        """A request that was none of the agent's went out meanwhile: the pause goes on."""
+        if self.duration_s is None:
+            self._announce(self.remaining(), 0.0)
 
     def remaining(self) -> PauseForecast:
         """The forecast of the time still to come, given the time elapsed."""
@@ -141,6 +141,8 @@ class Pause:
         self.duration_s = duration
         with contextlib.suppress(ValueError):
             session.open_pauses.remove(self)
+        if session.expiry is not None and not session.open_pauses:
+            session.expiry.resumed()
         self._withdraw(AgentPause, AgentPauseUpdate)  # news of a pause that is over is no news
         services = session.services
         # What was expected before this pause taught anything, where anybody is told of it.
@@ -169,6 +171,17 @@ class Pause:
         """Ends the pause; a second call does nothing. ``learn=False``: its length says nothing about the tool."""
         if self.duration_s is None and self in self._session.open_pauses:
             self._close(returned=True, learn=learn)
+
+    def _announce(self, expected: PauseForecast, delay_s: float) -> None:
+        key = self.key
+        self._send(
+            AgentPause,
+            delay_s=delay_s,
+            kind=self.kind,
+            tool=key.tool,
+            program=key.program,
+            forecast=_wire(expected),
+        )
 
     def _send(self, action: Any, /, *, delay_s: float = 0.0, **payload: Any) -> None:
         hint = self._session.emit(action, delay_s=delay_s, rides=False, **payload)

@@ -7,7 +7,7 @@ only queue. What waits for the server is awaited in ``AsyncSession``: ``chat`` a
 from __future__ import annotations
 
 import contextvars
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from tenuto.turn import StreamEvent, ToolCall, Turn, TurnBuilder
 
 if TYPE_CHECKING:
     from tenuto.client import AsyncClient, Client, ResponseStream
+    from tenuto.expiry import CompactBeforeExpiry
+    from tenuto.pause import Compaction
 
 _current: contextvars.ContextVar[SessionCore | None] = contextvars.ContextVar("tenuto_session", default=None)
 
@@ -177,6 +179,33 @@ class AsyncSession(_Scope):
         return self._client.session(
             self.child_id(name), model=model or self.model, agent=name, attended=watched, parent=self.id
         )
+
+    def compact_before_expiry(
+        self,
+        summarise: Callable[[Compaction], Awaitable[object]],
+        *,
+        min_tokens: int,
+        lead_s: float | None = None,
+        kinds: Collection[str] = ("human",),
+    ) -> CompactBeforeExpiry:
+        """Has ``summarise`` called in a long pause, before the lease on a large context ends. Off until called.
+
+        ``summarise(compaction)`` asks for the summary with the live prompt plus one message, same tools and parameters,
+        so that it is computed from the warm prefix, then calls ``compaction.commit(messages)`` and keeps these messages
+        for the next turn. It runs in the session's event loop, at most once a pause, ``lead_s`` seconds before the known
+        end of the lease (default: 5 s or 5 % of it, never more than half), where prompt and answer of the last turn have
+        ``min_tokens`` or more. It is cancelled when the pause ends. What it raises goes to the log and the returned
+        handle. ``kinds``: the pauses it may use; in that of a tool the prompt ends with a call that has no result yet.
+        Only here: a sync session has no loop in which a summary could be called off.
+        """
+        from tenuto.expiry import CompactBeforeExpiry
+
+        if self.expiry is not None:
+            self.expiry.stop()
+        self.expiry = CompactBeforeExpiry(self, summarise, min_tokens=min_tokens, lead_s=lead_s, kinds=kinds)
+        if self.open_pauses:
+            self.expiry.paused()
+        return self.expiry
 
     async def __aenter__(self) -> AsyncSession:
         self._enter()

@@ -39,6 +39,7 @@ from tenuto.wire import (
 )
 
 if TYPE_CHECKING:
+    from tenuto.expiry import CompactBeforeExpiry
     from tenuto.recorder import Recorder
 
 OPEN_DELAY_S = 0.02  # an opening or fork hint waits this long for the first request to carry it
@@ -104,7 +105,8 @@ class SessionCore:
     """One agent conversation. Made by ``client.session()``; see ``Session`` and ``AsyncSession`` for the turns.
 
     ``id``: sent as ``X-Session-ID``. ``model``: default of the turns. ``usage``: sums over the turns. ``last_turn``,
-    ``last_miss``: of the latest answer. ``lease``: the latest that the server granted. ``divergence``: where the last
+    ``last_miss``: of the latest answer. ``lease``: the latest that the server granted; ``lease_ends_s``: when it ends, on the
+    client's clock. ``divergence``: where the last
     prompt stopped extending the one before it (a fork's first prompt: its parent's), as seen from here; None when it
     extended it.
     """
@@ -130,6 +132,8 @@ class SessionCore:
         self.last_turn: Turn | None = None
         self.last_miss: Miss | None = None
         self.lease: Lease | None = None
+        self.lease_ends_s: float | None = None
+        self.expiry: CompactBeforeExpiry | None = None
         self.divergence: DivergenceReport | None = None
         self.history: list[Message] = list(forked_from.prompt) if forked_from is not None else []
         self.prompt: list[Message] = list(self.history)
@@ -241,6 +245,8 @@ class SessionCore:
         if self.closed:
             return
         self.closed = True
+        if self.expiry is not None:
+            self.expiry.stop()
         for keepalive in self._keepalives:
             keepalive.stop()
         for pause in list(self.open_pauses):
@@ -313,6 +319,8 @@ class SessionCore:
         """Prepares a request: body, headers, waiting hints. Raises ``SessionClosedError`` after ``end()``."""
         if self.closed:
             raise SessionClosedError(f"session {self.id!r} has ended")
+        if self.expiry is not None:
+            self.expiry.resumed()
         services = self.services
         given = dict(params)
         headers = {**write_identity(self.id, self.parent), **(given.pop("extra_headers", None) or {})}
@@ -359,7 +367,7 @@ class SessionCore:
         report = turn.usage.report
         if report is not None:
             services.talks_tenuto = True
-            self.lease = report.lease
+            self._hold(report.lease)
             if pending.envelope is not None and services.sender is not None:
                 services.sender.record_receipts(pending.envelope, report.receipts)
         self.prefix = pending.prompt
@@ -383,7 +391,13 @@ class SessionCore:
     def on_receipt(self, action: AnyAction, receipt: Receipt) -> None:
         """A receipt for one of this session's hints; called on the sender's thread."""
         if receipt.lease is not None:
-            self.lease = receipt.lease
+            self._hold(receipt.lease)
+
+    def _hold(self, lease: Lease | None) -> None:
+        self.lease = lease
+        self.lease_ends_s = None if lease is None else self.services.clock() + lease.until_s
+        if self.expiry is not None:
+            self.expiry.watch()
 
     def learn_pause(self, call: Callable[[PauseForecaster], None]) -> None:
         """Teaches the forecaster and now and then has the worker save its history."""

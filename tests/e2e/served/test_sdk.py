@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 import tenuto
+from tenuto.fake_server import VirtualClock
 from tenuto.wire import AgentPause, Envelope
 
 SYSTEM = tenuto.system("You are a coding agent. Answer briefly. " * 6)
@@ -193,3 +194,38 @@ def test_a_server_that_was_never_there() -> None:
         with tn.session("alone too", model="toy") as s, pytest.raises(tenuto.APIConnectionError):
             s.chat([tenuto.user("hello?")])
     assert before_close < 0.25
+
+
+def test_a_large_idle_session_is_compacted_while_its_lease_holds(plain: Any) -> None:
+    """C07: the client's clock is moved on; the server and its lease are real."""
+    clock = VirtualClock()
+
+    async def main() -> Any:
+        async with tenuto.connect(plain.url, clock=clock) as tn, tn.session("idle", model="toy") as s:
+            messages = [SYSTEM, tenuto.user("Read every file. " * 200)]
+            messages.append((await s.chat(messages, **PARAMS)).message)
+            summaries = []
+
+            async def summarise(compaction: tenuto.Compaction) -> None:
+                summaries.append(await s.chat([*messages, tenuto.user("Sum up.")], **PARAMS))
+                messages[1:] = [tenuto.user(f"So far: {summaries[0].text}")]
+                compaction.commit(messages)
+
+            handle = s.compact_before_expiry(summarise, min_tokens=500)
+            async with s.pause("human", forecast=18_000.0):
+                with anyio.fail_after(60.0):
+                    while s.lease_ends_s is None:
+                        await anyio.sleep(0.01)
+                    clock.advance(s.lease_ends_s - clock() - 0.001)  # inside any lead
+                    while not handle.compacted:
+                        await anyio.sleep(0.01)
+                    for _ in range(300):  # five hours, of whatever leases
+                        clock.advance(60.0)
+                        await anyio.sleep(0.001)
+            back = await s.chat([*messages, tenuto.user("Good morning.")], **PARAMS)
+            return summaries, back
+
+    summaries, back = anyio.run(main)
+    (summary,) = summaries
+    assert summary.usage.cached_tokens >= 0.99 * summary.usage.prompt_tokens
+    assert back.usage.prompt_tokens < 0.5 * summary.usage.prompt_tokens
