@@ -65,6 +65,19 @@ def test_identical_prompt_computes_one_token(kit: SimpleNamespace) -> None:
     assert report(again) == ({"device": 63}, {"cold": 1})
 
 
+def test_the_safeguard_hears_of_every_turn(kit: SimpleNamespace) -> None:
+    """A session's first turn is what plain LRU would find at the second."""
+    world = kit.world("tenuto", device=200)
+    guard = world.engine.core.safeguard
+    prompt = words(kit, 50)
+    first = ask(world, "s", prompt)
+    assert list(guard.shadowed) == [world.engine.core.sessions.find("t", "s").handle]
+    ask(world, "s", [*prompt, *first.tokens, *words(kit, 10)])
+    assert guard.lead == pytest.approx(
+        1 / 51
+    )  # of 51 the shadow holds the prompt, the cache the answer's first token too
+
+
 def test_lost_to_pressure_says_capacity(kit: SimpleNamespace) -> None:
     world = kit.world("lru", device=40, host=0, disk=0)
     prompt = words(kit, 80)

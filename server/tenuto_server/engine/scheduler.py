@@ -224,10 +224,11 @@ class Scheduler:
             if common < reach:
                 self._lose(sequence, "mutation", reach - common)
                 sequence.divergence = Divergence(token=common, tokens_lost=reach - common)
+        reusable = max(known, common)
         if common >= reach:
             self._lose(sequence, "capacity", had - max(reach, known))  # beyond what the tree still remembers
-        if session.context_tokens:
-            core.guard(session, length, max(known, common), cached)
+            reusable = max(reusable, had)
+        core.guard(session, length, reusable, cached)
         rest = length - sum(sequence.cached.values()) - sum(sequence.recomputed.values())
         self._lose(sequence, "cold", rest)
         core.count("prompt_tokens", length)
