@@ -188,8 +188,9 @@ def test_a_longer_lease_moves_the_summary(server: FakeServer) -> None:
             h.clock.advance(30.0)
             pause.announce_again()
             await until(lambda: h.session.lease.until_s == 400.0)
-            h.clock.advance(380.0)
-            await quiet()
+            for seconds in (25.0, 355.0):  # into the lead of the first lease, and far beyond it
+                h.clock.advance(seconds)
+                await quiet()
             assert handle.compacted == 0
             h.clock.advance(11.0)
             await until(lambda: handle.compacted == 1)
@@ -238,6 +239,8 @@ def test_a_failure_stays_with_the_handle(server: FakeServer, caplog: pytest.LogC
             server.fail(500)
             h.clock.advance(56.0)
             await until(lambda: handle.failed == 1)
+            await until(lambda: h.session.lease_ends_s == h.clock() + 60.0)  # that of the second announcement
+            h.clock.advance(56.0)  # one attempt a pause
             await quiet()
         assert isinstance(handle.error, tenuto.InternalServerError)
         assert handle.compacted == 0

@@ -76,9 +76,11 @@ def test_difference_is_named_once_and_the_request_goes_on(
                 assert str(child.divergence).startswith(where)
                 await first_request(twin, child, [*child.history, tenuto.user("More.")], tools, streamed)
                 assert child.divergence is None
+                await first_request(twin, child, [tenuto.user("Anew.")], tools, streamed)  # the child's own affair
+                assert child.divergence is not None
 
     twin.run(scenario, server.url)
-    assert len(server.chats) == 3
+    assert len(server.chats) == 4
 
 
 @pytest.mark.parametrize("change", CHANGES)
