@@ -182,3 +182,18 @@ def test_recorded_second_summary_request_shares_87_percent() -> None:
     )
     assert report is not None
     assert 100 * report.shared_chars / (report.shared_chars + report.lost_chars) == pytest.approx(87.4, abs=0.3)
+
+
+def test_recorded_summary_of_codex_misses_everything_for_its_dropped_tools() -> None:
+    """Known from the recordings: the summary request leaves all ten tools out; where the system prompt comes first, that stays."""
+    before, after = (f"codex-0.171.0/auto_compact/{name}.json" for name in ("001", "002"))
+    (old, old_body), (new, new_body) = recorded(before), recorded(after)
+    assert (len(old_body["tools"]), new_body.get("tools") or []) == (10, [])
+    report = divergence(old, new)
+    assert report is not None
+    assert (report.part, report.index, report.kind, report.shared_chars) == ("tools", 0, "truncated", 0)
+    system_first = ("system", "tools", "messages")
+    later = divergence(recorded(before, system_first)[0], recorded(after, system_first)[0])
+    assert later is not None
+    assert later.part == "tools"
+    assert later.shared_chars > 0
