@@ -222,6 +222,28 @@ def test_compaction_lets_the_superseded_suffix_go(kit: SimpleNamespace) -> None:
     assert "mutation" not in turn.done.report.recomputed
 
 
+def test_a_compaction_that_does_not_come_costs_one_context_and_a_true_one_mends_the_name(kit: SimpleNamespace) -> None:
+    world = kit.world("tenuto", device=400)
+    context = words(kit, 100)
+
+    def announced() -> str:
+        return hint(world, AgentCompaction(session="s", phase="commit", keep=Shared(tokens=0)))[0].outcome
+
+    ask(world, "s", context)
+    assert announced() == "accepted"
+    context += words(kit, 10)
+    ask(world, "s", context)  # all of it comes again
+    assert announced() == "deferred"
+    context += words(kit, 10)
+    again = ask(world, "s", context)
+    assert again.done is not None
+    assert dict(again.done.report.cached)["device"] >= 110
+    for left in (30, 20):  # now they are true; told four times, two of them falsely, the name is mended
+        assert announced() == "deferred"
+        ask(world, "s", words(kit, left))
+    assert announced() == "accepted"
+
+
 def test_commands(kit: SimpleNamespace) -> None:
     """kv.demote frees device blocks and keeps the bytes below; kv.prefetch brings them back; kv.release gives up."""
     world = kit.world("tenuto", device=200, host=200)

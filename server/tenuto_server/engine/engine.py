@@ -148,7 +148,7 @@ class Engine:
         receipts = self._hints.apply(turn.tenant, turn.hints) if turn.hints is not None else ()
         if not session.active and not turn.warm:
             intact = self._intact(session, turn.tokens) if core.policy.learns else None
-            self._keeper.end_pause(session, turn.last_role, intact)
+            self._keeper.end_pause(session, len(turn.tokens), turn.last_role, intact)
             # Its turn is here: until it is admitted, nothing comes back sooner than what it needs.
             core.cache.set_rate(session.handle, WAITING_RATE)
         if session.root != root:  # another salt: nothing of the old context can match

@@ -61,10 +61,13 @@ class RetentionKeeper:
         """Evaluates at the end of this step's events, unless one of them does so before."""
         self._pending[session.handle] = why
 
-    def end_pause(self, session: Session, last_role: str | None, intact: float | None) -> None:
-        """The session's next turn has arrived: teaches what the pause was, settles what was promised for it. ``intact``: share
-        of the context that the turn's prompt begins with, None where there is none."""
+    def end_pause(self, session: Session, prompt: int, last_role: str | None, intact: float | None) -> None:
+        """The session's next turn has arrived, with so many tokens: teaches what the pause was, settles what was promised for
+        it. ``intact``: share of the context that the turn's prompt begins with, None where there is none."""
         core, pause = self._core, session.pause
+        if session.compacted_from and core.policy.learns:
+            core.knowledge.observe_compaction(session.tenant, came=prompt < session.compacted_from)
+        session.compacted_from = 0
         session.turn_began_ns, session.last_pause_s = core.now_ns, 0.0
         if pause is None:
             return
