@@ -83,9 +83,9 @@ def test_the_cache_is_intact_after_every_step(
     checks = 0
 
     class Checked(study.World):  # type: ignore[misc]
-        def _advance(self) -> None:
+        def advance(self) -> None:
             nonlocal checks
-            super()._advance()
+            super().advance()
             if self.steps % (20 if timing == "none" else 200) == 0:
                 check(self.engine.core.cache)
                 checks += 1
@@ -106,8 +106,8 @@ def test_looking_changes_nothing(synthetic: Trace, monkeypatch: pytest.MonkeyPat
     setup = Setup("tenuto:r2=0.5+end", 0.25, 2, tiers=("device", "host"), timing="h100-8b", unit=64, host_ratio=0.5)
 
     class Watched(study.World):  # type: ignore[misc]
-        def _advance(self) -> None:
-            super()._advance()
+        def advance(self) -> None:
+            super().advance()
             self.engine.metrics()
 
     alone = simulate(synthetic, setup, workload)
