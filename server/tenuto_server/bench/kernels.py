@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def attention(repeat: int) -> list[dict[str, Any]]:
             q = torch.randn(batch, Q_HEADS, DIM)
             out = torch.empty_like(q)
             ms = best_ms(
-                lambda q=q, t=tables, n=lengths, o=out: native.paged_decode(q, pool, 0, t, n, scale, o),  # type: ignore[misc]
+                partial(native.paged_decode, q, pool, 0, tables, lengths, scale, out),
                 4 * repeat,
             )
             rate = 2 * batch * context * KV_HEADS * DIM * 2 / ms / 1e6
@@ -102,7 +103,7 @@ def attention(repeat: int) -> list[dict[str, Any]]:
             out = torch.empty_like(q)
             one, length = tables[:1], lengths[:1]
             ms = best_ms(
-                lambda q=q, s=start, t=one, n=length, o=out: native.paged_prefill(q, pool, 0, s, t, n, scale, o),  # type: ignore[misc]
+                partial(native.paged_prefill, q, pool, 0, start, one, length, scale, out),
                 repeat,
             )
             flops = 4 * DIM * Q_HEADS * (chunk * (context - chunk) + chunk * (chunk + 1) / 2)

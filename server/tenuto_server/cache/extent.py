@@ -106,17 +106,18 @@ class Extent:
     @property
     def hashes(self) -> bytes:
         """The chained hashes of the blocks, 16 bytes each; for a root, the root hash."""
-        if self._hashes is None:
-            unknown, node = [], self
-            while node._hashes is None:
-                unknown.append(node)
-                assert node.parent is not None
-                node = node.parent
-            for below in reversed(unknown):
-                size = len(below.tokens) // below.blocks
-                below._hashes = chain(node.last_hash, below.tokens, size)
-                node = below
-        return self._hashes  # type: ignore[return-value]
+        if (known := self._hashes) is not None:
+            return known
+        unknown, node = [], self
+        while (known := node._hashes) is None:
+            unknown.append(node)
+            assert node.parent is not None
+            node = node.parent
+        for below in reversed(unknown):
+            size = len(below.tokens) // below.blocks
+            known = below._hashes = chain(node.last_hash, below.tokens, size)
+            node = below
+        return known
 
     @property
     def last_hash(self) -> bytes:

@@ -29,7 +29,7 @@ def _check_slots(cache: CacheManager, nodes: list[Extent]) -> None:
     for tier, name in enumerate(TIERS):
         pool = cache.tiers.pools[tier]
         parts = [pool.free_slots()]
-        parts += [node.slots[tier] for node in nodes if node.slots[tier] is not None]  # type: ignore[misc]
+        parts += [slots for node in nodes if (slots := node.slots[tier]) is not None]
         parts += [move.dst_slots for move in cache.tiers.moves.values() if move.dst == tier]
         if tier == DEVICE:
             parts += [table.blocks[table.private] for table in cache.tables]
