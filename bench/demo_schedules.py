@@ -278,8 +278,7 @@ class Playing:
                 case CompactionStep("begin"):
                     compaction = session.compaction(keep_messages=1, warm=False).__enter__()
                 case CompactionStep("commit") if compaction is not None:
-                    following = next(s for s in recorded.steps[position:] if isinstance(s, TurnStep))
-                    compaction.commit([*messages[: following.keep], *following.append])
+                    compaction.commit(recorded.compacted(position, messages))
                     after, pause_s, compaction = "post-compaction", None, None
                 case _:
                     pass

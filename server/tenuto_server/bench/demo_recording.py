@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -72,6 +72,11 @@ class RecordedSession:
     def turns(self) -> int:
         """How many requests it makes."""
         return sum(isinstance(step, TurnStep) for step in self.steps)
+
+    def compacted(self, position: int, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What ``messages`` became in the compaction that ends at step ``position``: the next request's beginning."""
+        following = next(step for step in self.steps[position:] if isinstance(step, TurnStep))
+        return [*messages[: following.keep], *following.append]
 
 
 @dataclass(frozen=True, slots=True)
