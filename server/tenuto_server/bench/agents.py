@@ -29,6 +29,8 @@ from tenuto_server.config import parse_bytes
 
 HUMAN_SHARE = 0.145
 """Of the pauses, as in the demonstration (KVCT's 43,612 pauses)."""
+LONGEST = 2.0
+"""Means that a pause lasts at most: a pass is to take as long as its work, not as the longest of its absences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,15 @@ class Agent:
 
 
 def make_agents(args: argparse.Namespace, prompts: Prompts, number: int) -> list[Agent]:
-    """The agents of one pass: pauses exponential with mean ``--tool-s`` or, for people, ``--human-s``."""
+    """The agents of one pass: pauses exponential with mean ``--tool-s`` or, for people, ``--human-s``, cut at twice that."""
     dice = random.Random(f"{args.seed} {number}")
     agents = []
     for index in range(args.agents):
         turns = [Turn(0.0, False, tuple(prompts.take(args.context)))]
         for _ in range(args.turns - 1):
             human = dice.random() < HUMAN_SHARE
-            pause_s = dice.expovariate(1.0 / (args.human_s if human else args.tool_s))
+            mean_s = args.human_s if human else args.tool_s
+            pause_s = mean_s * min(LONGEST, dice.expovariate(1.0))
             turns.append(Turn(pause_s, human, tuple(prompts.take(args.grow))))
         agents.append(Agent(f"bench-{number}-{index}", dice.uniform(0.0, args.arrival_s), tuple(turns)))
     return agents
@@ -87,7 +90,7 @@ def play(endpoint: Endpoint, agents: Sequence[Agent], count: int, hints: bool) -
         except Exception as error:  # a pass with an agent less would look fast
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(agent,)) for agent in agents]
+    threads = [threading.Thread(target=run, args=(agent,), daemon=True) for agent in agents]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=500, help="tokens of the first prompt (default: 500)")
     add("--grow", type=int, default=80, help="tokens that every further turn adds (default: 80)")
     add("--tokens", type=int, default=16, help="of every answer (default: 16)")
-    add("--tool-s", type=float, default=3.0, help="mean pause of a tool (default: 3)")
-    add("--human-s", type=float, default=15.0, help="mean pause of a person (default: 15)")
+    add("--tool-s", type=float, default=3.0, help="mean pause of a tool, cut at twice that (default: 3)")
+    add("--human-s", type=float, default=15.0, help="mean pause of a person, cut at twice that (default: 15)")
     add("--arrival-s", type=float, default=10.0, help="agents begin within this time (default: 10)")
     add("--device-bytes", type=parse_bytes, default=parse_bytes("64MiB"), help="our KV on the device (default: 64MiB)")
     add("--host-bytes", type=parse_bytes, default=parse_bytes("32MiB"), help="our KV in host memory (default: 32MiB)")
