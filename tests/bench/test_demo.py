@@ -45,7 +45,19 @@ def test_tiers_are_shares_of_the_live_kv() -> None:
 @pytest.mark.slow
 def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report_path = tmp_path / "report.json"
-    arguments = ["--model", "toy", "--quick", "--seed", "2", "--agents", "3", "--arms", "lru,tenuto"]
+    arguments = [
+        "--model",
+        "toy",
+        "--quick",
+        "--seed",
+        "2",
+        "--agents",
+        "3",
+        "--arms",
+        "lru,tenuto",
+        "--schedules",
+        "2",
+    ]
     assert main([*arguments, "--report", str(report_path), "--keep", str(tmp_path / "kept")]) == 0
     shown = capsys.readouterr().out
     assert str(report_path) in shown
@@ -77,7 +89,13 @@ def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert hints["tenuto"]["receipts"].get("accepted", 0) > 0
     assert tenuto["summary"]["counters"]["leases_granted"] > 0
     assert 0.0 < tenuto["summary"]["counters"]["forward_ns"] < 1e9 * tenuto["summary"]["wall_s"]
+    scheduled = report["schedules"]
+    assert (scheduled["count"], list(scheduled["arms"])) == (2, ["lru", "tenuto:none", "tenuto"])
+    assert scheduled["arms"]["lru"]["prefilled"] >= sum(row["new_tokens"] for row in recorded.values())
+    assert {len(of["prefilled"]) for of in scheduled["ratios"].values()} == {2}
+    assert "2 schedules of this recording" in " ".join(shown.split())
     table = markdown(report)
+    assert "2 schedules in virtual time" in table
     assert "| | lru | tenuto |" in table
     assert f"{lru['summary']['prefilled_tokens']:,} | {tenuto['summary']['prefilled_tokens']:,}" in table
     assert "`tenuto / lru`: ttft_p50" in table
@@ -85,7 +103,8 @@ def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {"retention", "admit", "turn_end"} <= {json.loads(line)["kind"] for line in journal}
 
     arguments = ["--model", "toy", "--replay", str(tmp_path / "kept"), "--repeat", "2", "--arms", "lru,tenuto"]
-    assert main([*arguments, "--no-unthrottled", "--report", str(report_path)]) == 0
+    arguments += ["--schedules", "0", "--no-unthrottled"]
+    assert main([*arguments, "--report", str(report_path)]) == 0
     assert "pass 2 of 2" in capsys.readouterr().out
     again = json.loads(report_path.read_text())
     assert again["recording"] == report["recording"]
@@ -98,6 +117,7 @@ def test_quick_demonstration(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     low, high = again["ranges"]["tenuto / lru"]["prefilled_tokens"]
     assert low <= again["ratios"]["tenuto / lru"]["prefilled_tokens"] <= high
     assert "2 passes of every arm" in markdown(again)
+    assert again["schedules"] is None
 
 
 def test_what_is_not_a_kept_recording_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,3 +128,4 @@ def test_what_is_not_a_kept_recording_is_named(tmp_path: Path, capsys: pytest.Ca
     assert main(["--replay", str(tmp_path), *report]) == 1
     assert "recorded.json is not of a kept recording" in capsys.readouterr().err
     assert main(["--repeat", "0", *report]) == 2
+    assert main(["--schedules", "-1", *report]) == 2

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from tenuto_server.bench.workload import WorkloadSettings, describe, make_plan
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from tenuto_server.bench.demo_arms import Arm, ArmResult, Recorded, Sizes
     from tenuto_server.bench.report import Summary
 
@@ -36,6 +38,9 @@ COMPARED = (
     ("tenuto@unlimited", "tenuto:none@unlimited"),
 )
 RECORDING, RECORDED = "recording.jsonl", "recorded.json"
+FRACTIONS = (0.35, 0.4, 0.15)
+"""Of the mean live KV on device, host and disk."""
+SCHEDULES = 40
 QUICK = WorkloadSettings(agents=4, tasks=1, turns=(2, 4), brief_chars=500, human_max_s=2.0, arrival_s=0.3)
 
 
@@ -54,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not args.no_unthrottled and not args.quick:
         arms += [arm for arm in map(parse_arm, UNLIMITED_ARMS) if any(arm.policy == other.policy for other in arms)]
-    if args.repeat < 1:
-        print("tenuto demo: --repeat must be 1 or more", file=sys.stderr)
+    if args.repeat < 1 or args.schedules < 0:
+        print("tenuto demo: --repeat must be 1 or more, --schedules 0 or more", file=sys.stderr)
         return 2
     settings = dataclasses.replace(QUICK if args.quick else WorkloadSettings(), seed=args.seed)
     settings = dataclasses.replace(settings, **{k: v for k, v in _sizes(args).items() if v is not None})
@@ -92,9 +97,16 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--keep", type=Path, metavar="DIR", help="keep recording, logs and journals there")
     where.add_argument("--replay", type=Path, metavar="DIR", help="replay the recording that --keep DIR left there")
+    add(
+        "--schedules",
+        type=int,
+        default=SCHEDULES,
+        metavar="N",
+        help=f"play the recording under N schedules in virtual time as well, 0 for none (default: {SCHEDULES})",
+    )
     add("--agents", type=int, help="agents at work side by side (default: 12)")
     add("--compression", type=float, help="human pauses are divided by it (default: 10)")
-    for tier, share in (("device", 0.35), ("host", 0.4), ("disk", 0.15)):
+    for tier, share in zip(("device", "host", "disk"), FRACTIONS, strict=True):
         add(f"--{tier}-fraction", type=float, default=share, help=f"{tier} KV / mean live KV (default: {share})")
     add("--threads", type=int, help="CPU threads of the model")
     return parser
@@ -156,7 +168,8 @@ class _Demo:
                         demo_arms.replay(arm, self._model_flags, self._folder, recording, recorded, sizes, on_row)
                     )
         self._show(results, recorded)
-        self._write(results, recorded, sizes, time.monotonic() - began)
+        schedules = self._schedules(fractions) if self._args.schedules else None
+        self._write(results, recorded, sizes, schedules, time.monotonic() - began)
 
     def _record(self) -> Recorded:
         from tenuto_server.bench import demo_arms
@@ -183,20 +196,46 @@ class _Demo:
 
     @contextmanager
     def _progress(self, name: str, turns: int) -> Iterator[Any]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
         from tenuto_server.bench.report_table import turn_line
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._console.rule(f"[bold]{name}[/bold]", align="left")
-        with Progress(*columns, console=self._console, transient=True, disable=not sys.stdout.isatty()) as progress:
-            task = progress.add_task(name, total=turns)
+        with self._bar(name, turns) as (progress, task):
 
             def on_row(row: Any) -> None:
                 self._console.print(turn_line(row), highlight=False, markup=False)
                 progress.advance(task)
 
             yield on_row
+
+    @contextmanager
+    def _bar(self, name: str, total: int) -> Iterator[tuple[Progress, TaskID]]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._console.rule(f"[bold]{name}[/bold]", align="left")
+        with Progress(*columns, console=self._console, transient=True, disable=not sys.stdout.isatty()) as progress:
+            yield progress, progress.add_task(name, total=total)
+
+    def _schedules(self, fractions: tuple[float, float, float]) -> dict[str, Any]:
+        """The same recording again and again in virtual time: one pass is one draw of who meets whom in the queue."""
+        from tenuto_server.bench import schedules
+        from tenuto_server.bench.report_table import schedule_lines
+
+        count = self._args.schedules
+        with self._bar("schedules, in virtual time", count * len(schedules.ARMS)) as (progress, task):
+            scene = schedules.read(self._folder, self._args.model, fractions=fractions)
+            passes: dict[str, list[schedules.Pass]] = {arm: [] for arm in schedules.ARMS}
+            for arm, one in schedules.play_all(scene, count, schedules.JITTER):
+                passes[arm].append(one)
+                progress.advance(task)
+        compared = schedules.compare(passes)
+        self._console.print(
+            f"{count} schedules of this recording, every pause a tenth longer or shorter, equally in all arms; the real engine, "
+            "policies and SDK, with the recording's speed and the limits above. Median, nine in ten, how often it falls:",
+            highlight=False,
+        )
+        for line in schedule_lines(compared):
+            self._console.print(f"  {line}", highlight=False)
+        return {"count": count, "jitter": schedules.JITTER, "arms": schedules.figures(passes), "ratios": compared}
 
     def _show(self, results: dict[str, list[ArmResult]], recorded: Recorded) -> None:
         from tenuto_server.bench.report_table import arms_table, ratio_lines
@@ -218,7 +257,7 @@ class _Demo:
         if self._args.repeat == 1:
             say(
                 "One pass is one draw: its p90 is a few turns that meet in the queue, and who meets depends on the moment. "
-                "--keep D, then --replay D --repeat N pools several; bench/demo_schedules.py D plays it under many schedules.",
+                "--keep D, then --replay D --repeat N pools several; --schedules N plays it under many schedules in virtual time.",
                 highlight=False,
             )
         say(
@@ -227,7 +266,14 @@ class _Demo:
             highlight=False,
         )
 
-    def _write(self, results: dict[str, list[ArmResult]], recorded: Recorded, sizes: Sizes, took_s: float) -> None:
+    def _write(
+        self,
+        results: dict[str, list[ArmResult]],
+        recorded: Recorded,
+        sizes: Sizes,
+        schedules: dict[str, Any] | None,
+        took_s: float,
+    ) -> None:
         from tenuto_server.bench.report import ranges, ratios
 
         summaries = {name: _pooled(of_arm) for name, of_arm in results.items()}
@@ -250,6 +296,7 @@ class _Demo:
                 name: ranges([one.summary for one in results[a]], [one.summary for one in results[b]])
                 for name, (a, b) in pairs.items()
             },
+            "schedules": schedules,
             "arms": [
                 {
                     **dataclasses.asdict(of_arm[0].arm),

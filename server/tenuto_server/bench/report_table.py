@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tenuto_server.bench.report import CLASSES, Summary, TurnRow, ranges, ratios
+from tenuto_server.bench.report import CLASSES, Summary, TurnRow, percentile, ranges, ratios
 
 
 def turn_line(row: TurnRow) -> str:
@@ -94,6 +94,22 @@ def ratio_lines(
     return lines
 
 
+def schedule_lines(compared: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What ``schedules.compare`` found, a line for each pair of arms."""
+    return [
+        f"{pair}: prefilled {_spread(of['prefilled'])}; TTFT mean {_spread(of['ttft_mean'])}; "
+        f"p90 {_spread(of['ttft_p90'])}, over all schedules {of['pooled_p90']:.2f}"
+        for pair, of in compared.items()
+    ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    """The median ratio, between which two nine in ten lie, and how many fall."""
+    low, middle, high = (percentile(values, q) for q in (0.05, 0.5, 0.95))
+    fell = sum(value < 1.0 for value in values) / len(values)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}, below 1 in {fell:.0%})"
+
+
 def markdown(report: Mapping[str, Any]) -> str:
     """The tables of a report (``demo-report.json``, read) for a document. Raises ``KeyError`` for another file."""
     about, sizes, workload = report["about"], report["sizes"], report["workload"]
@@ -116,6 +132,13 @@ def markdown(report: Mapping[str, Any]) -> str:
             "",
             f"{report['passes']} passes of every arm, in turn; in brackets the lowest and highest ratio of a pass.",
         ]
+    if scheduled := report.get("schedules"):
+        lines += [
+            "",
+            f"{scheduled['count']} schedules in virtual time, pauses varied by {scheduled['jitter']:.0%}:",
+            "",
+        ]
+        lines += [f"- {line}" for line in schedule_lines(scheduled["ratios"])]
     commit = (about["commit"] or "unknown")[:12]
     lines.append("")
     lines.append(
