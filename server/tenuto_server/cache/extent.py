@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DEVICE, HOST, DISK = 0, 1, 2
 # Return rates are kept as whole numbers of this many parts per second: sums of them never drift.
 RATE_PARTS = 1 << 40
-TIERS: tuple[Literal["device", "host", "disk"], ...] = ("device", "host", "disk")
+TierName: TypeAlias = Literal["device", "host", "disk"]
+TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 LostLabel: TypeAlias = Literal["retention", "capacity"]
 Slots: TypeAlias = NDArray[np.int32]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Extent
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Extent, LostLabel, TierName
 from tenuto_server.cache.identity import HASH_BYTES
 from tenuto_server.cache.moves import Move
 from tenuto_server.cache.recovered import adopt_recovered
@@ -26,8 +26,8 @@ from tenuto_server.config import CacheConfig
 class Found:
     """What an acquired prompt finds. Tokens by tier, tokens lost by label, and the extents that wait in lower tiers."""
 
-    cached: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, int] = field(default_factory=dict)
+    cached: dict[TierName, int] = field(default_factory=dict)
+    lost: dict[LostLabel, int] = field(default_factory=dict)
     known_tokens: int = 0
 
 
@@ -120,8 +120,8 @@ class CacheManager:
 
     def _found(self, table: BlockTable) -> Found:
         size = self.block_tokens
-        cached: dict[str, int] = {}
-        lost: dict[str, int] = {}
+        cached: dict[TierName, int] = {}
+        lost: dict[LostLabel, int] = {}
         path = path_to(table.tip)
         if table.cow is not None:
             path.append(table.cow)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Extent, LostLabel
+from tenuto_server.cache.extent import DEVICE, DISK, HOST, RATE_PARTS, TIERS, Extent, LostLabel, TierName
 from tenuto_server.cache.manager import CacheManager
 from tenuto_server.config import EngineConfig
 from tenuto_server.engine.costs import Costs
@@ -76,7 +76,7 @@ class Core:
             held.append(int(total) * cache.block_tokens)
         return held
 
-    def guard(self, session: Session, prompt: int, known: int, cached: dict[str, int]) -> None:
+    def guard(self, session: Session, prompt: int, known: int, cached: dict[TierName, int]) -> None:
         """Tells the safeguard what a turn found on each tier, and what a token there saves of its recompute."""
         if not self.policy.learns:
             return  # nobody asks how far the index is to be trusted

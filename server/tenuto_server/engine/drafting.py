@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto_server.cache.extent import DEVICE
+from tenuto_server.cache.extent import DEVICE, TierName
 from tenuto_server.engine.core import Core
 from tenuto_server.engine.sequence import Sequence
 
@@ -21,7 +21,7 @@ class Planned:
     start: int
     end: int
     sample: bool
-    recomputes: str | None
+    recomputes: TierName | None
     draft: int = 0
     modelled: bool = False
 

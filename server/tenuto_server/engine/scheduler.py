@@ -6,8 +6,8 @@ Owner of the waiting and running sequences. One forward is in flight at a time; 
 
 from __future__ import annotations
 
-from tenuto.wire import Divergence
-from tenuto_server.cache.extent import DEVICE, TIERS
+from tenuto.wire import Divergence, MissLabel
+from tenuto_server.cache.extent import DEVICE, TIERS, LostLabel, TierName
 from tenuto_server.engine.core import Core
 from tenuto_server.engine.drafting import Drafting, Planned
 from tenuto_server.engine.events import ForwardDone
@@ -210,10 +210,12 @@ class Scheduler:
             )
         return True
 
-    def _account(self, sequence: Sequence, cached: dict[str, int], lost: dict[str, int], known: int) -> None:
+    def _account(self, sequence: Sequence, cached: dict[TierName, int], lost: dict[LostLabel, int], known: int) -> None:
         """Gives every prompt token one source: a tier, or a label that says why it must be computed."""
         core, session = self._core, sequence.session
-        sequence.cached, sequence.recomputed = dict(cached), dict(lost)
+        sequence.cached, sequence.recomputed = dict(cached), {}
+        for label, count in lost.items():
+            self._lose(sequence, label, count)
         length = sequence.prompt_tokens
         reach = min(core.cache.context_end(session.handle), length - 1)
         had = min(session.context_tokens, length - 1)
@@ -234,10 +236,10 @@ class Scheduler:
         core.count("prompt_tokens", length)
         for tier, count in sequence.cached.items():
             core.count("cached_tokens", count, tier)
-        for label, count in sequence.recomputed.items():
-            core.count("recomputed_tokens", count, label)
+        for cause, count in sequence.recomputed.items():
+            core.count("recomputed_tokens", count, cause)
 
-    def _lose(self, sequence: Sequence, label: str, count: int) -> None:
+    def _lose(self, sequence: Sequence, label: MissLabel, count: int) -> None:
         if count > 0:
             sequence.recomputed[label] = sequence.recomputed.get(label, 0) + count
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tenuto.wire import Divergence, Receipt
+from tenuto.wire import Divergence, MissLabel, Receipt
+from tenuto_server.cache.extent import TierName
 from tenuto_server.cache.table import BlockTable
 from tenuto_server.engine.events import SubmitTurn, TokenArray
 from tenuto_server.engine.plan import Report
@@ -47,8 +48,8 @@ class Sequence:
     guesser: Guesser = field(default_factory=Guesser)
     drafter: Guesser = field(default_factory=Guesser)
     preemptions: int = 0
-    cached: dict[str, int] = field(default_factory=dict)
-    recomputed: dict[str, int] = field(default_factory=dict)
+    cached: dict[TierName, int] = field(default_factory=dict)
+    recomputed: dict[MissLabel, int] = field(default_factory=dict)
     divergence: Divergence | None = None
     receipts: tuple[Receipt, ...] = ()
 
@@ -83,8 +84,8 @@ class Sequence:
         return Report(
             session=session.id,
             prompt_tokens=self.prompt_tokens,
-            cached={tier: n for tier, n in self.cached.items() if n > 0},  # type: ignore[misc]
-            recomputed={label: n for label, n in self.recomputed.items() if n > 0},  # type: ignore[misc]
+            cached={tier: n for tier, n in self.cached.items() if n > 0},
+            recomputed={label: n for label, n in self.recomputed.items() if n > 0},
             restore_wait_s=self.restore_wait_ns / 1e9,
             queue_wait_s=max(0, self.admitted_ns - self.arrived_ns) / 1e9,
             ttft_s=ttft,
