@@ -4,7 +4,7 @@
     python bench/demo_schedules.py D                        # 200 schedules of every arm
     python bench/demo_schedules.py D E F --schedules 50 --jitter 0.05
 
-How it is played: ``tenuto_server.bench.schedules``. ``tenuto demo`` does the same with fewer schedules at its end.
+How it is played: ``tenuto_server.bench.demo_schedules``. ``tenuto demo`` does the same with fewer schedules at its end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from tenuto_server.bench.demo_schedules import ARMS, JITTER, Pass, compare, figures, play_all, read
 from tenuto_server.bench.report_table import schedule_lines
-from tenuto_server.bench.schedules import ARMS, JITTER, Pass, compare, figures, play_all, read
 
 
 def main() -> None:

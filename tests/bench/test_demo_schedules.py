@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto_server.bench import schedules
+from tenuto_server.bench import demo_schedules as schedules
 from tenuto_server.bench.demo_arms import Sizes
 from tenuto_server.bench.demo_recording import PauseStep, RecordedSession, Recording, TurnStep
 from tenuto_server.bench.report_table import schedule_lines

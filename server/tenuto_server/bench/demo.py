@@ -217,7 +217,7 @@ class _Demo:
 
     def _schedules(self, fractions: tuple[float, float, float]) -> dict[str, Any]:
         """The same recording again and again in virtual time: one pass is one draw of who meets whom in the queue."""
-        from tenuto_server.bench import schedules
+        from tenuto_server.bench import demo_schedules as schedules
         from tenuto_server.bench.report_table import schedule_lines
 
         count = self._args.schedules
@@ -229,7 +229,7 @@ class _Demo:
                 progress.advance(task)
         compared = schedules.compare(passes)
         self._console.print(
-            f"{count} schedules of this recording, every pause a tenth longer or shorter, equally in all arms; the real engine, "
+            f"{count} schedules of this recording, pauses varied by a tenth, equally in all arms; the real engine, "
             "policies and SDK, with the recording's speed and the limits above. Median, nine in ten, how often it falls:",
             highlight=False,
         )

@@ -95,7 +95,7 @@ def ratio_lines(
 
 
 def schedule_lines(compared: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What ``schedules.compare`` found, a line for each pair of arms."""
+    """What ``demo_schedules.compare`` found, a line for each pair of arms."""
     return [
         f"{pair}: prefilled {_spread(of['prefilled'])}; TTFT mean {_spread(of['ttft_mean'])}; "
         f"p90 {_spread(of['ttft_p90'])}, over all schedules {of['pooled_p90']:.2f}"
