@@ -41,16 +41,10 @@ from tenuto_server.bench.demo_recording import (
     mean_live_tokens,
 )
 from tenuto_server.bench.report import TurnRow, percentile
-from tenuto_server.cache.identity import RootIdentity
 from tenuto_server.config import CacheConfig, EngineConfig
-from tenuto_server.engine.engine import Engine
-from tenuto_server.engine.events import ForwardDone, HintBatch, Sampling, SubmitTurn, TokenArray
-from tenuto_server.engine.plan import ForwardPlan
 from tenuto_server.model.load import load_model
-from tenuto_server.policy import make_policy
-from tenuto_server.sim.costs import Clockwork, Machine
-from tenuto_server.sim.machine import SimMachine
-from tenuto_server.sim.world import Turn, World
+from tenuto_server.sim.costs import Machine
+from tenuto_server.sim.scripted import ScriptedWorld, TokenArray, Turn
 
 BLOCK = 16
 DECODE_S = 0.02
@@ -66,20 +60,22 @@ Process: TypeAlias = Generator["float | Asked | list[Process]", Any, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that a process waits for."""
-
-    turn: SubmitTurn
-    answer: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Told:
     """What a recorded turn is in tokens."""
 
     prompt: TokenArray
     answer: tuple[int, ...]
     last_role: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that a process waits for."""
+
+    told: Told
+    session: str
+    parent: str | None
+    hints: Envelope | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +87,6 @@ class Scene:
     sizes: Sizes
     config: EngineConfig
     machine: Machine
-
-
-class Scripted(SimMachine):
-    """A machine that answers what it is told to. ``scripts``: by sampling seed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scripts: dict[int, tuple[int, ...]] = {}
-
-    def run(self, plan: ForwardPlan) -> ForwardDone:
-        """Completes a batch."""
-        drawn = tuple((row.seq, self.scripts[row.sampling.seed][row.draw]) for row in plan.rows if row.sample)
-        return ForwardDone(plan.step, drawn)
 
 
 class VirtualSender(HintSender):
@@ -137,7 +120,7 @@ class VirtualSender(HintSender):
     def _start(self, envelope: Envelope) -> None:
         now_ns, limit_ns = self._scene.now_ns, int(BUDGET_S / 2 * 1e9)
         took_ns = max(self._scene.world.busy_ns - now_ns, int(HTTP_S * 1e9)) if self._waits else 0
-        self._scene.post(HintBatch(envelope.message_id, "default", envelope))
+        self._scene.world.hint(now_ns / 1e9 + HTTP_S, envelope)
         self._outcome = Delivery(0, taken=True) if took_ns > limit_ns else Delivery(200)
         self._until_ns = now_ns + min(limit_ns, took_ns)
         self._scene.at(self._until_ns, lambda: self._end(envelope))
@@ -154,18 +137,7 @@ class Playing:
         self, scene: Scene, arm: str, rng_of: Callable[[str], random.Random], jitter: float, wait: bool
     ) -> None:
         self._scene, self._jitter, self._rng_of = scene, jitter, rng_of
-        engine = Engine(replace(scene.config, policy=arm), make_policy(arm), identity())
-        engine.core.costs.follow_queue = True
-        self._machine = Scripted()
-        clock = Clockwork(scene.machine, 1, lambda: self.world.now_ns, block_tokens=BLOCK)
-        self.world = World(
-            engine,
-            self._machine,
-            forward_s=clock.forward_s,
-            transfer_s=clock.transfer_s,
-            copy_s=clock.copy_s,
-            blocking=True,
-        )
+        self.world = ScriptedWorld(scene.config, arm, scene.machine)
         self.sender = VirtualSender(self, wait) if arm == "tenuto" else None
         self._services = Services(
             self.sender, tenuto.PauseForecaster(), Telemetry(), clock=lambda: self.now_ns / 1e9, default_model="m"
@@ -173,7 +145,7 @@ class Playing:
         self.rows: list[TurnRow] = []
         self.started_s: dict[tuple[str, int], float] = {}
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
-        self._order = self._requests = 0
+        self._order = 0
 
     # ---- time ----------------------------------------------------------------------------------------------------
 
@@ -186,10 +158,6 @@ class Playing:
         """Has something done on the agents' side."""
         self._order += 1
         heapq.heappush(self._timers, (max(at_ns, self.now_ns), self._order, call))
-
-    def post(self, batch: HintBatch) -> None:
-        """Sends hints by themselves."""
-        self.world.at(self.now_ns / 1e9 + HTTP_S, batch)
 
     def run(self) -> float:
         """Plays to the end; tokens prefilled."""
@@ -205,7 +173,7 @@ class Playing:
             elif next_ns is not None:
                 world.advance()
             else:
-                return float(world.engine.core.counters["prefill_tokens"])
+                return world.prefilled
 
     def _go(self, process: Process, value: Any, then: Callable[[], None]) -> None:
         """Runs a process until it waits for something."""
@@ -235,9 +203,17 @@ class Playing:
             self._go(process, None, ended)
 
     def _ask(self, asked: Asked, then: Callable[[Turn], None]) -> None:
-        self._machine.scripts[asked.turn.sampling.seed] = asked.answer
         back_ns = int(HTTP_S * 1e9)
-        self.world.submit(asked.turn, in_s=HTTP_S, then=lambda turn: self.at(self.now_ns + back_ns, lambda: then(turn)))
+        self.world.ask(
+            asked.told.prompt,
+            asked.told.answer,
+            session=asked.session,
+            parent=asked.parent,
+            last_role=asked.told.last_role,
+            hints=asked.hints,
+            in_s=HTTP_S,
+            then=lambda turn: self.at(self.now_ns + back_ns, lambda: then(turn)),
+        )
 
     # ---- agents, as in the demonstration's replay ----------------------------------------------------------------
 
@@ -307,20 +283,8 @@ class Playing:
     ) -> Process:
         told = self._scene.told[session.id, number]
         pending = session.begin_turn(messages, step.request, stream=True)
-        self._requests += 1
-        turn = SubmitTurn(
-            f"r{self._requests}",
-            "default",
-            told.prompt,
-            Sampling(len(told.answer), seed=self._requests, ignore_eos=True),
-            session=session.id,
-            parent=session.parent,
-            last_role=told.last_role,
-            hints=pending.envelope,
-            inferred=True,
-        )
         asked_ns = self.now_ns
-        done: Turn = yield Asked(turn, told.answer)
+        done: Turn = yield Asked(told, session.id, session.parent, pending.envelope)
         assert done.done is not None, done.rejected
         assert done.first_token_ns is not None
         report = done.done.report
@@ -343,11 +307,6 @@ class Playing:
                 report.restore_wait_s,
             )
         )
-
-
-def identity() -> RootIdentity:
-    """Nothing is stored, so its secret protects nothing."""
-    return RootIdentity("simulated", "", "none", 1, BLOCK, b"simulated-blocks")
 
 
 def read(
