@@ -185,7 +185,8 @@ def habits_of(played: list[Turn]) -> dict[tuple[int, PauseKind], float]:
 
 
 class Pass:
-    """One pass over the turns that teaches ``stats`` and says of every pause what is known of it and when. ``habits``: the sessions' own means, where they are known; ``ends``: whether a session returns is known."""
+    """One pass over the turns that teaches ``stats`` and says of every pause what is known of it and when. ``habits``: the
+    sessions' own means, where they are known; ``ends``: whether a session returns is known."""
 
     def __init__(self, stats: PauseStats, know: Knowledge, *, habits: bool = False, ends: bool = False) -> None:
         self._stats, self._know, self._habits, self._ends = stats, know, habits, ends

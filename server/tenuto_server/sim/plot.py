@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _CLASSES = (
 def need_library() -> None:
     """Raises ``ConfigError`` that says what to install, before hours are spent on figures that cannot be drawn."""
     try:
-        import matplotlib  # noqa: F401
+        import_module("matplotlib")
     except ModuleNotFoundError:
         raise ConfigError("--plot needs matplotlib: pip install 'tenuto[report]'") from None
 

@@ -9,7 +9,7 @@ import tenuto
 from tenuto.trace import TracePause, TraceTurn, read_trace
 from tenuto_server.sim.traces import Child, PauseClass, Request, Session, Trace, TraceFileError, service_s
 
-_CLASSES = get_args(PauseClass)
+_CLASSES: dict[str, PauseClass] = {name: name for name in get_args(PauseClass)}
 
 
 def read_recorded(path: Path) -> Trace:
@@ -55,8 +55,8 @@ def _requests(turns: list[TraceTurn], pauses: list[TracePause]) -> tuple[Request
         end_s = turn.t_s + served
         said = next((p for p in pauses if turn.t_s <= p.t_s and (following is None or p.t_s <= following.t_s)), None)
         cls: PauseClass = "tool" if turn.tools or turn.stop in ("tool_use", "tool_calls") else "human"
-        if said is not None and said.kind in _CLASSES:
-            cls = said.kind  # type: ignore[assignment]
+        if said is not None:
+            cls = _CLASSES.get(said.kind, cls)
         before = turns[i - 1] if i else None
         kept = turn.kept_tokens
         if kept is None and before is not None:
