@@ -244,6 +244,35 @@ def test_a_compaction_that_does_not_come_costs_one_context_and_a_true_one_mends_
     assert announced() == "accepted"
 
 
+def test_an_announced_end_is_judged_by_a_return_or_by_an_hour_of_silence(kit: SimpleNamespace) -> None:
+    world = kit.world("tenuto", device=400)
+    stats = world.engine.core.knowledge
+    contexts: dict[str, list[int]] = {}
+
+    def turn(name: str, end: bool) -> float:
+        contexts[name] = contexts.get(name, []) + words(kit, 40)
+        prompt = np.array(contexts[name], np.int32)
+        world.submit(SubmitTurn(f"{name}{len(world.turns)}", "t", prompt, Sampling(2), session=name))
+        world.run(until_s=world.now_s + 1.0)
+        if end:
+            action = AgentEnd(session=name)
+            world.at(world.now_s, HintBatch(f"end of {name}", "t", Envelope.of((action,))))
+            world.run(until_s=world.now_s + 1.0)
+        return stats.p_return_ended("t")
+
+    first = [turn(name, end=True) for name in ("a", "b", "c")]
+    assert first == [stats.p_return_ended("unheard")] * 3  # nobody knows yet
+    world.run(until_s=1800.0)
+    lied = turn("a", end=False)
+    assert lied > first[0]
+    world.run(until_s=3000.0)
+    assert turn("d", end=False) == lied
+    world.run(until_s=3700.0)
+    proved = turn("d", end=False)  # the hour of "b" and "c" is over
+    assert proved < lied
+    assert turn("b", end=False) > proved  # after all
+
+
 def test_commands(kit: SimpleNamespace) -> None:
     """kv.demote frees device blocks and keeps the bytes below; kv.prefetch brings them back; kv.release gives up."""
     world = kit.world("tenuto", device=200, host=200)

@@ -339,12 +339,25 @@ def test_announced_ends_are_believed_as_far_as_they_were_true() -> None:
     assert stats.p_return_ended("honest") == pytest.approx(0.05)
     for _ in range(16):
         stats.observe_end("honest", "human", None)
-        stats.observe_end("liar", "human", None)
         stats.observe_false_end("liar")
+    for _ in range(8):
+        stats.observe_end("erring", "human", None)
+        stats.observe_false_end("erring")
     assert stats.p_return_ended("honest") == pytest.approx(0.2 / 20)
-    assert stats.p_return_ended("liar") == pytest.approx(16.2 / 20)
+    # Of the 3.8 true ones that are assumed 9 in 17 are left, of a liar's 1 in 17.
+    assert stats.p_return_ended("erring") == pytest.approx(8.2 / (16.2 + 3.8 * 9 / 17))
+    assert stats.p_return_ended("liar") == pytest.approx(16.2 / (16.2 + 3.8 / 17))
     # Announced ends say nothing about sessions that fall silent.
     assert stats.p_return("honest", "human") == PauseStats().p_return("honest", "human")
+
+
+def test_an_end_that_had_counted_as_true_and_was_false_counts_once() -> None:
+    stats, plain = PauseStats(), PauseStats()
+    for _ in range(10):
+        stats.observe_end("t", "human", None)
+        stats.observe_false_end("t", proved=True)
+        plain.observe_false_end("t")
+    assert stats.p_return_ended("t") == plain.p_return_ended("t")
 
 
 def test_one_compaction_that_did_not_come_is_enough_to_ask_for_better_evidence() -> None:

@@ -92,7 +92,10 @@ def test_a_lower_chance_of_return_lowers_the_index(system: SystemView) -> None:
 
 def test_an_ended_session_is_worth_nothing(system: SystemView) -> None:
     found = TENUTO.retention(paused(end_keep_s=0.0), KNOWN, system)
-    assert (found.rate, found.valid_s, found.lease_s, found.prefetch_s) == (0.0, inf, 0.0, None)
+    assert (found.rate, found.lease_s, found.prefetch_s) == (0.0, 0.0, None)
+    # Whether the word was true is judged in an hour, and then never again.
+    assert found.valid_s == 3600.0 - paused().elapsed_s
+    assert TENUTO.retention(paused("tool", 3600.0, end_keep_s=0.0), KNOWN, system).valid_s == inf
 
 
 def test_an_ended_session_is_kept_as_long_as_asked(system: SystemView) -> None:
@@ -332,7 +335,7 @@ def test_stretching_time_shrinks_the_rate(p50: float, ratio: float, share: float
 def test_a_false_end_is_weighed_and_a_true_one_frees_at_once() -> None:
     ended = paused("human", 5.0, end_keep_s=0.0)
     gone = TENUTO.retention(ended, replace(KNOWN, back_after_end=0.05), SYSTEM)
-    assert (gone.rate, gone.valid_s, gone.lease_s) == (0.0, inf, 0.0)
+    assert (gone.rate, gone.lease_s) == (0.0, 0.0)
     doubted = TENUTO.retention(ended, replace(KNOWN, back_after_end=0.5), SYSTEM).rate
     ignored = TENUTO.retention(ended, replace(KNOWN, back_after_end=1.0), SYSTEM).rate
     silent = TENUTO.retention(ended._replace(end_keep_s=None), KNOWN, SYSTEM).rate

@@ -119,14 +119,21 @@ class Core:
         session, forgotten = opened
         for other in forgotten:
             self.count("sessions_forgotten")
-            if (pause := other.pause) is not None and not pause.given_up and not other.ended:
-                self.give_up(other, pause)
+            if other.pause is not None:
+                self.give_up(other, other.pause)
             self.cache.set_tip(other.handle, None)
             self.safeguard.end(other.handle)
         return session
 
     def give_up(self, session: Session, pause: Pause) -> None:
-        """Counts an open pause as one that never ends, though nobody said so."""
+        """Counts an open pause as one that never ends, once: where somebody said so that was true, else nobody did."""
+        if session.ended:
+            if pause.end_keep_s == 0.0 and not pause.end_proved:
+                pause.end_proved = True
+                self.knowledge.observe_end(session.tenant, pause.kind, pause.key, pause.said)
+            return
+        if pause.given_up:
+            return
         pause.given_up = True
         if self.policy.learns:
             self.knowledge.observe_censored(

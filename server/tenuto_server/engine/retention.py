@@ -105,7 +105,7 @@ class RetentionKeeper:
             intact=intact,
         )
         if pause.end_keep_s == 0.0:
-            knowledge.observe_false_end(session.tenant)
+            knowledge.observe_false_end(session.tenant, proved=pause.end_proved)
         session.paces[kind] = next_pace(session.paces.get(kind), kind, elapsed)
         session.last_logs[kind] = math.log(max(elapsed, 1.0))
 
@@ -116,9 +116,7 @@ class RetentionKeeper:
         announced = session.pause.end_keep_s == 0.0
         session.pause.end_keep_s = session.pause.elapsed_s(self._core.now_ns) + keep_s if keep_s else 0.0
         session.ended = True
-        pause = session.pause
         if not keep_s and not announced:
-            self._core.knowledge.observe_end(session.tenant, pause.kind, pause.key, pause.said)
             self.vacate(self._core.cache.context(session.handle))
         self.evaluate(session, "agent.end")
 
@@ -138,7 +136,7 @@ class RetentionKeeper:
             pause.outlook = None  # something was said
         view = session.pause_view(pause, core.now_ns, core.knowledge if core.policy.learns else None)
         self._pending.pop(session.handle, None)
-        if view.elapsed_s >= GIVE_UP_S and not session.ended and not pause.given_up:
+        if view.elapsed_s >= GIVE_UP_S:
             core.give_up(session, pause)
         decision = core.policy.retention(view, core.knowledge, core.system())
         session.retention, pause.outlook = decision, decision.outlook

@@ -28,7 +28,8 @@ class Pause:
     """A pause that is open. Times within it are seconds since ``started_ns``.
 
     ``said``: the first thing that the client said about its length; that is what its forecasts are judged by. ``given_up``:
-    it has been counted as one that never ends though nobody said so. ``answer_tokens``: length of the answer before it;
+    it has been counted as one that never ends though nobody said so, ``end_proved``: as one that somebody rightly said to
+    be the last. ``answer_tokens``: length of the answer before it;
     ``rhythm``: what was expected of it when it was first decided about, and as which kind; ``outlook``: what the
     last decision rested on.
     """
@@ -46,6 +47,7 @@ class Pause:
     end_keep_s: float | None = None
     told: bool = False
     given_up: bool = False
+    end_proved: bool = False
     answer_tokens: int = 0
     rhythm: tuple[PauseKind, int | None] | None = None
     outlook: Outlook | None = None

@@ -57,6 +57,8 @@ back yet comes back less often than one whose pauses are of average length."""
 _LAST = 100
 """Weight of that step in a rhythm."""
 _CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(mass, 1)[0]) for kind, mass in _PRIOR.items()}
+_ENDS_ASSUMED, _ENDS_FALSE = 4.0, 0.2
+"""Announced ends that are assumed of every tenant, and how many of them were false."""
 INTACT_MIN = 0.05
 """A pause after which nothing was wanted still counts for its length a little: how long pauses last is asked too."""
 GONE_BELOW = 0.1
@@ -239,9 +241,14 @@ class PauseStats:
 
     def p_return_ended(self, tenant: str) -> float:
         """Probability that a session of the tenant comes back although its end was announced; one in twenty before any
-        was (assumed: four announcements' worth)."""
+        announcement was judged."""
         word = self._words.get((tenant, "end"))
-        return 0.05 if word is None else (0.2 + word.false) / (4.0 + word.told)
+        if word is None:
+            return _ENDS_FALSE / _ENDS_ASSUMED
+        # What is assumed of ends counts as far as what was told of them was true: nothing of it is left of who always lies.
+        true = word.told - word.false
+        assumed = (_ENDS_ASSUMED - _ENDS_FALSE) * (true + 1.0) / (word.told + 1.0)
+        return (_ENDS_FALSE + word.false) / (_ENDS_FALSE + word.false + true + assumed)
 
     def believes_compaction(self, tenant: str) -> bool:
         """Whether most of the tenant's announced compactions came; one that did not weighs against two that are assumed."""
@@ -301,13 +308,14 @@ class PauseStats:
                 yield node, _CAP_RHYTHM
 
     def observe_end(self, tenant: str, kind: PauseKind, key: str | None, forecast: Forecast | None = None) -> None:
-        """A session's end was announced."""
+        """A session whose end was announced has been silent for ``GIVE_UP_S``: it was true. Not before: of announcements that
+        are open many a false one has only not come back yet."""
         self._score_end(tenant, kind, key, forecast)
         self._word(tenant, "end").add(1.0, 0.0)
 
-    def observe_false_end(self, tenant: str) -> None:
-        """A session came back although its end had been announced."""
-        self._word(tenant, "end").add(0.0, 1.0)
+    def observe_false_end(self, tenant: str, *, proved: bool = False) -> None:
+        """A session came back although its end had been announced. ``proved``: it had been counted by ``observe_end``."""
+        self._word(tenant, "end").add(0.0 if proved else 1.0, 1.0)
 
     def observe_compaction(self, tenant: str, came: bool) -> None:
         """The prompt after an announced compaction: whether it was shorter than the one before."""

@@ -226,7 +226,9 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     """
     keep_s = pause.end_keep_s if hear else None
     if keep_s is not None and pause.elapsed_s >= keep_s and knowledge.p_return_ended(pause.tenant) < GONE_BELOW:
-        return Retention(0.0, inf, 0.0, system.tiers[-1].tier, None, "ended")
+        # Asked about once more: whether the word was true is judged then.
+        valid_s = GIVE_UP_S - pause.elapsed_s if pause.elapsed_s < GIVE_UP_S else inf
+        return Retention(0.0, valid_s, 0.0, system.tiers[-1].tier, None, "ended")
     trust = floor(system.trust * 20.0 + 0.5) / 20.0
     if trust <= 0.0:
         # A rate of 0 for all leaves the order of last use.
