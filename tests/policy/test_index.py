@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import erf, exp, inf, isfinite, log, sqrt
 from statistics import NormalDist
 
@@ -225,6 +226,35 @@ def test_a_look_at_a_lognormal_gives_its_conjugate_posterior() -> None:
     points = [-2.0, -1.0, 0.0, 1.0, 2.0]
     seen = Looked(prior, 3.0, 0.5).cdf([exp(2.8 + z / sqrt(5.0)) for z in points])
     assert seen == pytest.approx([normal.cdf(z) for z in points], abs=0.01)
+
+
+@pytest.mark.parametrize("sigma", [0.2, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("middle", [1.0, 2.0, 3.5])
+@pytest.mark.parametrize("z", [-inf, -1.0, 0.0, 1.0])
+def test_the_index_of_a_look_is_that_of_its_conjugate_posterior(sigma: float, middle: float, z: float) -> None:
+    # Prior N(2, 1), look N(middle, sigma): the posterior's precision is 1 + 1 / sigma^2. Integrated finely; beyond one sd the tail
+    # of what was observed is a power law, on purpose.
+    normal = NormalDist()
+    prior = tuple(exp(2.0 + normal.inv_cdf((i + 0.5) / 64)) for i in range(64))
+    precision = 1.0 + sigma**-2
+    posterior = NormalDist((2.0 + middle * sigma**-2) / precision, precision**-0.5)
+    elapsed_s = exp(posterior.mean + z * posterior.stdev)
+    before, wait, at, best = posterior.cdf(log(elapsed_s)) if elapsed_s else 0.0, 0.0, max(elapsed_s, 1e-9), 0.0
+    for i in range(1500):
+        t = elapsed_s + 1e-3 * 1.01**i
+        wait += (1.0 - 0.5 * (posterior.cdf(log(t)) + posterior.cdf(log(at)))) * (t - at)
+        at, best = t, max(best, (posterior.cdf(log(t)) - before) / wait)
+    assert mixture(((1.0, 1.0, Looked(prior, middle, sigma)),)).index_at(elapsed_s) == pytest.approx(best, rel=0.1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(-3.0, 14.0), st.floats(0.05, 3.0), st.lists(st.floats(0.5, 5000.0), min_size=2, max_size=40))
+def test_no_cell_within_reach_of_a_look_is_coarse_against_it(middle: float, sigma: float, lengths: list[float]) -> None:
+    part = Looked(tuple(sorted(lengths)), middle, sigma)
+    logs = sorted(part.log_edges().values())
+    for start, end in pairwise(logs):
+        if middle - 3.0 * sigma < start and end < middle + 3.0 * sigma:
+            assert end - start <= 1.0001 * sigma
 
 
 def test_a_look_keeps_the_shape_of_what_was_observed() -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import erf, exp, inf, log, pi, sqrt
 from operator import mul, sub, truediv
 from typing import NamedTuple, TypeAlias
@@ -29,6 +29,10 @@ _Z90 = 1.2815515655446004
 _Z_FAR = (3.25, 3.5, 4.0, 4.5)
 _Z_NARROW = (*(-z for z in reversed(_Z_FAR)), *(i * 0.125 for i in range(-24, 25)), *_Z_FAR)
 _Z_WIDE = tuple(i * 0.25 for i in range(-14, 15))
+_LOOK_REACH = 4.0
+"""How many sigma around its middle a look tells anything."""
+_Z_LOOK = tuple(i * 0.5 for i in range(-8, 9))
+"""Where cells that are wider than a look's sigma are cut for it."""
 _TAIL_DOUBLINGS = 12
 EVEN = 64
 """Of a longer list of quantiles the first so many are evenly spaced; each further one halves what is left."""
@@ -169,26 +173,48 @@ class Looked(NamedTuple):
 
     @classmethod
     def fits(cls, quantiles: tuple[float, ...], log_middle: float, sigma: float) -> bool:
-        """Whether such a look is at anything observed: within 4 sigma of it (the power-law tail counts)."""
+        """Whether such a look is at anything observed: within the reach of it (the power-law tail counts)."""
         starts = shape_of(quantiles).starts
-        return starts[0] - 4.0 * sigma < log_middle < starts[-1] + 4.0 * sigma
+        return starts[0] - _LOOK_REACH * sigma < log_middle < starts[-1] + _LOOK_REACH * sigma
+
+    def cuts(self) -> list[float]:
+        """Log seconds at which cells of what is observed must be cut for this look: none where all that it reaches are narrower
+        than its sigma, as most are but the first and those of the tail."""
+        starts, middle, sigma = shape_of(self.quantiles).starts, self.log_middle, self.sigma
+        first = bisect_right(starts, middle - _LOOK_REACH * sigma)
+        reached = starts[max(0, first - 1) : bisect_left(starts, middle + _LOOK_REACH * sigma) + 1]
+        found: list[float] = []
+        for start, end in pairwise(reached):
+            if end - start > sigma:
+                found += [at for z in _Z_LOOK if start < (at := middle + sigma * z) < end]
+        return found
 
     def log_edges(self) -> dict[float, float]:
         """Cell edges in seconds, each with its logarithm."""
+        cuts = self.cuts()
+        return {**dict(zip(map(exp, cuts), cuts, strict=True)), **shape_of(self.quantiles).log_of}
+
+    def on_grid(self) -> list[float]:
+        """P(R <= t) at the edges of the grid of what is observed."""
         shape = shape_of(self.quantiles)
-        low, high = log(0.1 * shape.times[1]), shape.starts[-1]
-        middle, step = self.log_middle, 2.0 * self.sigma
-        logs = [at for z in _Z_WIDE if low < (at := middle + step * z) < high]
-        return {**dict(zip(map(exp, logs), logs, strict=True)), **shape.log_of}
+        _, sums = self._seen(shape)
+        total = sums[-1]
+        return [sums[i] / total for i in shape.places]
+
+    def _seen(self, shape: Shape) -> tuple[list[float], list[float]]:
+        """At the start of every cell of what is observed and at the end of the last: the Gaussian's erf, and up to a factor
+        P(R <= t)."""
+        scale, middle = 1.0 / (self.sigma * _SQRT2), self.log_middle
+        # Within its reach, differences of erf are exact enough.
+        seen = [erf((start - middle) * scale) for start in shape.starts]
+        return seen, list(accumulate(map(mul, shape.density, map(sub, seen[1:], seen)), initial=0.0))
 
     def cdf(self, edges: Sequence[float], logs: Sequence[float] | None = None) -> list[float]:
         """P(R <= t) at each of ``edges`` (> 0 seconds, ascending), whose logarithms are ``logs`` where known."""
         shape = shape_of(self.quantiles)
         starts, density, number = shape.starts, shape.density, shape.number_of.get
         scale, middle = 1.0 / (self.sigma * _SQRT2), self.log_middle
-        # At most 4 sigma off, differences of erf are exact enough.
-        seen = [erf((start - middle) * scale) for start in starts]
-        sums = list(accumulate(map(mul, density, map(sub, seen[1:], seen)), initial=0.0))
+        seen, sums = self._seen(shape)
         total, last = sums[-1], len(density) - 1
         out = []
         for edge, at in zip(edges, logs or map(log, edges), strict=True):
@@ -211,8 +237,9 @@ Component: TypeAlias = tuple[float, float, Part]
 class Shape:
     """What is derived of a list of quantiles. ``times``, ``mass``: the distribution function as points (seconds,
     probability), from (0, 0) to the end of the power-law tail. ``starts``, ``density``: log seconds where cells begin and the
-    last ends, and mass per log second in each: what comes before the first quantile spreads evenly over the two octaves
-    under it. ``number_of``, ``log_of``: the place of a time in the former two, and its logarithm."""
+    last ends, and mass per log second in each: what comes before the first quantile spreads evenly over the octave
+    under it. ``number_of``, ``log_of``: the place of a time in the former two, and its logarithm.
+    ``grid``: what is observed as cells, ``places``: where its edges are among ``times``, ``mass_on_grid``: their mass."""
 
     times: tuple[float, ...]
     mass: tuple[float, ...]
@@ -221,6 +248,7 @@ class Shape:
     number_of: dict[float, int]
     log_of: dict[float, float]
     grid: Grid
+    places: tuple[int, ...]
     mass_on_grid: tuple[float, ...]
 
 
@@ -255,10 +283,11 @@ def _derive(quantiles: tuple[float, ...]) -> Shape:
         times.append(last)
     mass = _masses_of(n)
     logs = list(map(log, times[1:]))
-    starts = (log(0.25 * times[1]), *logs)
+    starts = (log(0.5 * times[1]), *logs)
     number_of = dict(zip(times, range(n + _TAIL_DOUBLINGS + 1), strict=True))
     log_of = dict(zip(times[1:], logs, strict=True))
     grid = grid_of(log_of)
+    places = tuple([number_of[edge] for edge in grid.edges])
     return Shape(
         tuple(times),
         mass,
@@ -267,7 +296,8 @@ def _derive(quantiles: tuple[float, ...]) -> Shape:
         number_of,
         log_of,
         grid,
-        (0.0, *[mass[number_of[edge]] for edge in grid.edges[1:]]),
+        places,
+        tuple([mass[i] for i in places]),
     )
 
 

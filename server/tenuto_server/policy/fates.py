@@ -6,6 +6,7 @@ for good, and the limit shows in the counts without anybody naming it.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import log
 
 from tenuto.wire import PauseKind
@@ -18,6 +19,7 @@ _PRIOR_PAUSES = 20.0
 _CAP = 4000.0
 
 
+@lru_cache(maxsize=4096)
 def depth_of(context_tokens: int) -> int:
     """The size class of a context."""
     return int(DEPTHS_PER_OCTAVE * log(context_tokens if context_tokens > 1 else 1) / _LOG2)

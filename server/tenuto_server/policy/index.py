@@ -18,7 +18,17 @@ from itertools import accumulate
 from math import inf, log
 from typing import NamedTuple, TypeAlias
 
-from tenuto_server.policy.distributions import Component, Empirical, Grid, grid_of, interpolate, shape_of
+from tenuto_server.policy.distributions import (
+    Component,
+    Empirical,
+    Grid,
+    LogNormal,
+    Looked,
+    Shape,
+    grid_of,
+    interpolate,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,15 +168,32 @@ class Outlook(NamedTuple):
     until_s: float
 
 
+def _shared_shape(components: tuple[Component, ...]) -> Shape | None:
+    """The shape whose cells are fine enough for all parts, if there is one: nothing has to be cut then."""
+    shape = None
+    for _, _, part in components:
+        if isinstance(part, LogNormal) or (isinstance(part, Empirical) and part.after_s):
+            return None
+        if shape is None:
+            shape = shape_of(part.quantiles)
+        elif shape_of(part.quantiles) is not shape:
+            return None
+        if isinstance(part, Looked) and part.cuts():
+            return None
+    return shape
+
+
 @lru_cache(maxsize=512)
 def _cells(components: tuple[Component, ...]) -> _Cells:
     """The mixture on the union of its parts' edges: the grid, and P(R <= edge) at each of its edges."""
-    if len(components) == 1:
-        weight, p_return, part = components[0]
-        if isinstance(part, Empirical) and not part.after_s:
-            shape = shape_of(part.quantiles)
-            scale = weight * p_return / shape.mass_on_grid[-1]
-            return shape.grid, [scale * value for value in shape.mass_on_grid]
+    shape = _shared_shape(components)
+    if shape is not None:
+        on_grid = [0.0] * len(shape.places)
+        for weight, p_return, part in components:
+            values = part.on_grid() if isinstance(part, Looked) else shape.mass_on_grid
+            scale = weight * p_return / values[-1]
+            on_grid = [m + scale * v for m, v in zip(on_grid, values, strict=True)]
+        return shape.grid, on_grid
     found: dict[float, float] = {}
     for weight, _, part in components:
         if weight > 0.0:

@@ -18,8 +18,8 @@ from tenuto_server.policy.priors import KIND_SHARE
 from tenuto_server.policy.tiering import saved_by_tier
 from tenuto_server.policy.views import ExtentView, PauseKnowledge, PauseView, SystemView, TierName, TierView
 
-CHANGE = 1.1
-"""A decision is worth revisiting when its index has moved by this factor."""
+CHANGE = 1.2
+"""A decision is worth revisiting when its index has moved by this factor (1.1: two looks in five more, the same misses)."""
 REVISIT_MIN_S = 0.1
 REVISIT_MIN_SHARE = 0.05
 """Never revisited sooner than this and this share of the time already waited."""
