@@ -7,7 +7,7 @@ import pytest
 from tenuto_server.sim.oracle import Use, play, uses
 from tenuto_server.sim.study import Setup, simulate
 from tenuto_server.sim.traces import Trace
-from tenuto_server.sim.workload import Workload
+from tenuto_server.sim.workload import Workload, steady
 
 
 def use(time: float, line: int, prompt: int, reusable: int, next_s: float | None, kept: int) -> Use:
@@ -54,12 +54,14 @@ def test_a_prompt_larger_than_memory_finds_nothing() -> None:
     assert misses(requests, 10) == [0, 12]
 
 
-@pytest.mark.parametrize("frac", [0.15, 0.4, 0.8])
-def test_no_policy_beats_it(synthetic: Trace, small: Workload, frac: float) -> None:
-    best = simulate(synthetic, Setup("oracle", frac, 5), small)
+@pytest.mark.parametrize("frac", [0.15, 0.25, 0.4])
+def test_no_policy_beats_it(synthetic: Trace, frac: float) -> None:
+    # Without warm-up: it misses the least of all, what comes before the window counted, so within one a policy can be lucky.
+    whole = steady(synthetic, 30.0, 5, window_s=7200.0, warm_up_s=0.0)
+    best = simulate(synthetic, Setup("oracle", frac, 5), whole)
     policies = ("lru", "ttl:60", "class-ttl", "tenuto:none", "tenuto:r2=1+end+compaction")
     for name in policies:
-        row = simulate(synthetic, Setup(name, frac, 5), small)
+        row = simulate(synthetic, Setup(name, frac, 5), whole)
         assert row["reusable_tokens"] == best["reusable_tokens"]
         assert row["turns"] == best["turns"]
         assert row["missed_tokens"] >= best["missed_tokens"], name

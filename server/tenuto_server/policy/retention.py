@@ -237,11 +237,12 @@ def decide(pause: PauseView, knowledge: PauseKnowledge, system: SystemView, *, h
     curve, weight, x = outlook.curve, outlook.weight, max(0.0, pause.elapsed_s - outlook.from_s)
     index, before = curve.at(x)
     intact = knowledge.p_intact(pause.kind, depth_of(pause.context_tokens))
-    rate = index * intact
+    valid_s = curve.next_change(x, index, CHANGE) - x if index > 0.0 else inf
+    # The rate stands until the next look: it is what the index is half-way.
+    rate = (curve.index_at(x + 0.5 * valid_s) if valid_s < inf else index) * intact
     if trust < 1.0 and index > 0.0:
         # 1 / (time since the last use) orders like LRU: a geometric mean of both, since only ratios matter.
         rate = rate**trust * (1.0 + pause.elapsed_s) ** (trust - 1.0)
-    valid_s = curve.next_change(x, index, CHANGE) - x if index > 0.0 else inf
     soonest = REVISIT_MIN_S + REVISIT_MIN_SHARE * pause.elapsed_s
     if trust < 1.0:
         valid_s = min(valid_s, 0.25 * (1.0 + pause.elapsed_s))
