@@ -240,6 +240,7 @@ class Model:
     def __init__(self) -> None:
         self.config = SimpleNamespace(model_name="m", model_kwargs={"temperature": 0})
         self.asked: list[Any] = []
+        self.n_calls = 0
 
     def query(self, messages: list[Any], **kwargs: Any) -> dict[str, Any]:
         self.asked.append(messages)
@@ -269,7 +270,7 @@ def test_mini_swe_agent_by_its_protocols(fake: FakeServer) -> None:
             env.execute({"command": "false"})
         assert session.open_pauses == []
         model.n_calls = 3
-        assert inner.n_calls == 3  # type: ignore[attr-defined]
+        assert inner.n_calls == 3
         assert model.config is inner.config
         assert inner.config.model_kwargs["extra_headers"] == {"x-session-id": "mini"}
         assert tn.hints.flush(5.0)

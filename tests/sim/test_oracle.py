@@ -54,7 +54,7 @@ def test_a_prompt_larger_than_memory_finds_nothing() -> None:
     assert misses(requests, 10) == [0, 12]
 
 
-@pytest.mark.parametrize("frac", [0.15, 0.25, 0.4])
+@pytest.mark.parametrize("frac", [0.15, 0.25, 0.4, 0.8])
 def test_no_policy_beats_it(synthetic: Trace, frac: float) -> None:
     # Without warm-up: it misses the least of all, what comes before the window counted, so within one a policy can be lucky.
     whole = steady(synthetic, 30.0, 5, window_s=7200.0, warm_up_s=0.0)
