@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,11 @@ def test_files_leave_the_page_cache(tmp_path: Path) -> None:
     page_cache.drop(tmp_path)
     left = page_cache.cached_share(tmp_path)
     assert left is not None
-    if left > 0.95:
+    if left == 1.0:
         pytest.skip("this file system lives in memory")
     assert left < 0.05
+    time.sleep(0.05)
+    assert (page_cache.cached_share(tmp_path) or 0.0) <= left  # asking brings nothing in
     page_cache.load(tmp_path)
     assert (page_cache.cached_share(tmp_path) or 0.0) > 0.95
 

@@ -34,20 +34,18 @@ def test_aligned_reads_of_what_is_cold(written, first: int, count: int) -> None:
 
 
 def test_a_cold_aligned_read_leaves_the_page_cache_alone(tmp_path: Path) -> None:
-    """Sampling one page in 32 tells without bringing the others in; asking brings in what is asked for."""
     size = 2048 * ALIGNMENT
     file = SegmentFile(tmp_path / "segment", os.O_RDWR | os.O_CREAT)
     file.write(aligned(size), 0)
     page_cache.drop(tmp_path)
-    if page_cache.cached_share(tmp_path) not in (0.0, 1 / 64):
+    if page_cache.cached_share(tmp_path) in (None, 1.0):
         pytest.skip("this file system does not let pages go, or does not tell")
-    page_cache.drop(tmp_path)
     assert file.read(aligned(size), 0) == size
     share = page_cache.cached_share(tmp_path)
     if not file._may_direct:
         pytest.skip("no O_DIRECT on this file system")
     assert share is not None
-    assert share < 0.1
+    assert share < 0.1  # asking whether they are there may bring in the first and the last page
     file.close()
 
 
