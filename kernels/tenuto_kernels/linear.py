@@ -152,6 +152,9 @@ def _path(dtype: torch.dtype, invariant: bool, keep_fp32: bool) -> str:
     if forced:
         if forced not in PATHS:
             raise ValueError(f"TENUTO_LINEAR={forced!r}: expected one of {', '.join(PATHS)}")
+        computes = {"onednn-bf16": torch.bfloat16, "onednn-fp32": torch.float32}.get(forced)
+        if computes is not None and not _onednn_works(computes):
+            raise ValueError(f"TENUTO_LINEAR={forced!r}: oneDNN has no {computes} products on this processor")
         return forced
     key = (dtype, invariant, keep_fp32)
     if key not in _chosen:
@@ -165,12 +168,11 @@ def _choose(dtype: torch.dtype, invariant: bool, keep_fp32: bool) -> str:
     compiled = native.available()
     if invariant:
         return "native" if compiled else "tiled"
-    onednn = _onednn_works()
-    if dtype == torch.bfloat16 and fast_bf16() and onednn:
+    if dtype == torch.bfloat16 and fast_bf16() and _onednn_works(dtype):
         return _faster("native", "onednn-bf16") if compiled else "onednn-bf16"
     if compiled:
         return "native"
-    if not onednn:
+    if not _onednn_works(torch.float32):
         return "torch"
     return "onednn-fp32" if dtype == torch.float32 or keep_fp32 else "torch"
 
@@ -193,13 +195,14 @@ def _seconds(packed: PackedLinear, x: Tensor) -> float:
     return time.perf_counter() - started
 
 
-def _onednn_works() -> bool:
-    """The prepack operators are private to torch: try them rather than trust a version."""
+def _onednn_works(dtype: torch.dtype) -> bool:
+    """The prepack operators are private to torch, and in bf16 not every processor has them: try them rather than trust a
+    version."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
-        weight = torch.ops.mkldnn._reorder_linear_weight(torch.eye(16), None)
-        out = torch.ops.mkldnn._linear_pointwise(torch.ones(1, 16), weight, None, "none", [], "")
+        weight = torch.ops.mkldnn._reorder_linear_weight(torch.eye(16, dtype=dtype), None)
+        out = torch.ops.mkldnn._linear_pointwise(torch.ones(1, 16, dtype=dtype), weight, None, "none", [], "")
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
-    return bool(torch.equal(out, torch.ones(1, 16)))
+    return bool(torch.equal(out, torch.ones(1, 16, dtype=dtype)))

@@ -35,6 +35,10 @@ def test_every_path_equals_a_float64_product(
     if kind == "native" and not native.available():
         pytest.skip("no native CPU operators here")
     monkeypatch.setenv("TENUTO_LINEAR", kind)
+    if kind == "onednn-bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        with pytest.raises(ValueError, match="on this processor"):
+            pack_linear(torch.eye(16), dtype=weight_dtype)
+        return
     for rows, outs, ins in ((1, 96, 160), (3, 100, 77), (8, 48, 64), (9, 1, 33), (130, 577, 200), (0, 16, 16)):
         x, weight, bias = _case(rows, outs, ins)
         x, weight = x.to(x_dtype), weight.to(weight_dtype)
