@@ -7,7 +7,7 @@ the lowest index of that moment, the end of a context first. What is printed is 
 oracle that is closed when the statistics are
 
 - ``as it goes``: learned from nothing while the workload runs, as in the server. Differs from ``tenuto simulate`` only by
-  the engine's own economies (an index is asked for again when it has moved by a tenth);
+  the engine's own economies (an index is asked for again when it has moved by a fifth);
 - ``beforehand``: taught the whole workload once before it is played: the same questions, answered with hindsight (and by
   these very sessions);
 - ``habits known``: beforehand, and each session's own mean log pause of each kind, its future included, is known from its
@@ -38,10 +38,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "harness"), str(ROOT / "server")]
 
 from tenuto.wire import Forecast, PauseKind  # noqa: E402
-from tenuto_server.policy.calibration import GIVE_UP_S, PauseStats, next_pace  # noqa: E402
+from tenuto_server.policy.calibration import GIVE_UP_S, PauseStats  # noqa: E402
 from tenuto_server.policy.fates import depth_of  # noqa: E402
 from tenuto_server.policy.index import Curve  # noqa: E402
-from tenuto_server.policy.pace import Traits  # noqa: E402
+from tenuto_server.policy.pace import Rhythm, Traits, next_habit, rhythm_of  # noqa: E402
 from tenuto_server.policy.retention import pause_curve  # noqa: E402
 from tenuto_server.policy.views import PauseView  # noqa: E402
 from tenuto_server.sim import oracle  # noqa: E402
@@ -108,10 +108,10 @@ class Stage:
 class Line:
     """A session under way and its open pause."""
 
-    paces: dict[PauseKind, float] = field(default_factory=dict)
+    habits: dict[PauseKind, float] = field(default_factory=dict)
     lasts: dict[PauseKind, float] = field(default_factory=dict)
     turn: Turn | None = None
-    rhythm: int | None = None
+    rhythm: Rhythm | None = None
     traits: Traits | None = None
     given_up: bool = False
 
@@ -236,7 +236,7 @@ class Pass:
             traits=line.traits,
             intact=min(1.0, turn.shared / max(1, before.size(self._know, length_s))),
         )
-        line.paces[kind] = next_pace(line.paces.get(kind), kind, length_s)
+        line.habits[kind] = next_habit(line.habits.get(kind), kind, length_s)
         line.lasts[kind] = log(max(length_s, 1.0))
 
     def _told_last(self, turn: Turn, after_s: float) -> bool:
@@ -244,14 +244,14 @@ class Pass:
         return turn.last and (self._ends or (self._know.end and turn.end_heard_s <= after_s))
 
     def _begin(self, line: Line, turn: Turn, habit: float | None) -> None:
-        kind, stats = turn.kind, self._stats
+        kind = turn.kind
         line.traits = Traits(
-            habit if habit is not None else line.paces.get(kind), line.lasts.get(kind), turn.answer, turn.prompt
+            habit if habit is not None else line.habits.get(kind), line.lasts.get(kind), turn.answer, turn.prompt
         )
-        line.rhythm, line.turn, line.given_up = stats.rhythm(kind, line.traits), turn, False
+        line.rhythm, line.turn, line.given_up = rhythm_of(kind, line.traits), turn, False
         if self._told_last(turn, GIVE_UP_S):
             line.turn = None
-            stats.observe_end(TENANT, kind, None, turn.said(turn.end_heard_s))
+            self._stats.observe_end(TENANT, kind, None, turn.said(turn.end_heard_s))
         else:
             heapq.heappush(self._waits, (turn.time_s + GIVE_UP_S, turn.line, turn.time_s))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tenuto.wire import PauseKind
+from tenuto_server.policy.pace import Rhythm
 from tenuto_server.policy.priors import P_INTACT
 from tenuto_server.policy.views import CostView, History, SystemView, TierView
 
@@ -22,7 +23,9 @@ class Known:
     scales: tuple[float, float] = (2.2, 100.0)
     seen: dict[tuple[PauseKind, str | None], History] = field(default_factory=dict)
 
-    def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> tuple[float, ...]:
+    def quantiles(
+        self, tenant: str, kind: PauseKind, key: str | None, rhythm: Rhythm | None = None
+    ) -> tuple[float, ...]:
         return self.lengths[kind]
 
     def p_return_ended(self, tenant: str) -> float:
@@ -33,7 +36,7 @@ class Known:
         tenant: str,
         kind: PauseKind,
         key: str | None = None,
-        rhythm: int | None = None,
+        rhythm: Rhythm | None = None,
         depth: int | None = None,
     ) -> float:
         return self.returns.get(kind, 1.0)

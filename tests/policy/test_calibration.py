@@ -11,12 +11,15 @@ from statistics import mean, median, pstdev
 import pytest
 
 from tenuto.wire import Forecast, PauseKind
-from tenuto_server.policy.calibration import PauseStats, next_pace, rhythm_of
+from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.distributions import Empirical
 from tenuto_server.policy.histogram import BINS, Histogram, bin_edge, bin_of
 from tenuto_server.policy.index import mixture
+from tenuto_server.policy.pace import next_habit
 from tenuto_server.policy.score import Score
 from tenuto_server.policy.views import PauseKnowledge
+
+QUICK, SLOW = ("quick",), ("slow",)
 
 
 def share_below(stats: PauseStats, kind: PauseKind, seconds: float) -> float:
@@ -303,34 +306,30 @@ def test_the_tail_is_told_beyond_the_last_per_cent() -> None:
 def test_sessions_differ_by_their_rhythm() -> None:
     stats, rnd = PauseStats(), random.Random(2)
     for _ in range(300):
-        stats.observe("t", "tool", None, exp(rnd.gauss(log(3.0), 0.3)), rhythm=-4)
-        stats.observe("t", "tool", None, exp(rnd.gauss(log(60.0), 0.3)), rhythm=4)
-    assert stats.quantiles("t", "tool", None, -4)[32] == pytest.approx(3.0, rel=0.15)
-    assert stats.quantiles("t", "tool", None, 4)[32] == pytest.approx(60.0, rel=0.15)
+        stats.observe("t", "tool", None, exp(rnd.gauss(log(3.0), 0.3)), rhythm=QUICK)
+        stats.observe("t", "tool", None, exp(rnd.gauss(log(60.0), 0.3)), rhythm=SLOW)
+    assert stats.quantiles("t", "tool", None, QUICK)[32] == pytest.approx(3.0, rel=0.15)
+    assert stats.quantiles("t", "tool", None, SLOW)[32] == pytest.approx(60.0, rel=0.15)
     # A rhythm never met has what its tenant has: both.
-    assert stats.quantiles("t", "tool", None, 1) == stats.quantiles("t", "tool", None)
+    assert stats.quantiles("t", "tool", None, ("new",)) == stats.quantiles("t", "tool", None)
 
 
-def test_rhythm_follows_the_recent_pauses() -> None:
-    assert rhythm_of(None, "tool") == 0
-    pace = None
+def test_a_habit_follows_the_recent_pauses() -> None:
+    habit = None
     for _ in range(40):
-        pace = next_pace(pace, "tool", 9.0 * exp(0.6))
-    # The prior's median is 9 s; 0.6 in log seconds above it are three steps of 0.2.
-    assert rhythm_of(pace, "tool") == 3
-    slow = next_pace(pace, "tool", 9.0 * exp(2.6))
-    assert slow - pace == pytest.approx(0.2 * 2.0, abs=0.02)  # type: ignore[operator]
-    assert rhythm_of(99.0, "tool") == 12
-    assert rhythm_of(-99.0, "human") == -12
+        habit = next_habit(habit, "tool", 9.0 * exp(0.6))
+    # The prior's median is 9 s.
+    assert habit == pytest.approx(log(9.0) + 0.6, abs=0.01)
+    assert next_habit(habit, "tool", 9.0 * exp(2.6)) - habit == pytest.approx(0.2 * 2.0, abs=0.02)  # type: ignore[operator]
 
 
 def test_a_pause_given_up_that_ends_after_all_counts_as_one_that_ends() -> None:
     stats, plain = PauseStats(), PauseStats()
     for _ in range(30):
-        stats.observe_censored("t", "human", 3600.0, rhythm=2)
-        stats.observe("t", "human", None, 9000.0, rhythm=2, given_up=True)
-        plain.observe("t", "human", None, 9000.0, rhythm=2)
-    for rhythm in (None, 2):
+        stats.observe_censored("t", "human", 3600.0, rhythm=SLOW)
+        stats.observe("t", "human", None, 9000.0, rhythm=SLOW, given_up=True)
+        plain.observe("t", "human", None, 9000.0, rhythm=SLOW)
+    for rhythm in (None, SLOW):
         assert stats.p_return("t", "human", None, rhythm) == pytest.approx(plain.p_return("t", "human", None, rhythm))
 
 

@@ -22,7 +22,7 @@ def taught(tenant: str = "acme") -> PauseStats:
     for i in range(60):
         traits = Traits(None, None, 100 + i, 20_000 + 100 * i)
         said = Forecast(p50_s=30.0, p90_s=60.0)
-        stats.observe(tenant, "tool", "bash\tpytest", 25.0 + i, said, rhythm=2, traits=traits, intact=0.9)
+        stats.observe(tenant, "tool", "bash\tpytest", 25.0 + i, said, rhythm=("slow",), traits=traits, intact=0.9)
         stats.observe(tenant, "human", None, 300.0 + 10 * i, traits=traits, intact=0.5)
     for _ in range(5):
         stats.observe_censored(tenant, "human", 3600.0, traits=Traits(None, None, 10, 60_000))
@@ -35,7 +35,7 @@ def taught(tenant: str = "acme") -> PauseStats:
 def answers(stats: PauseStats, tenant: str = "acme") -> list[object]:
     return [
         stats.quantiles(tenant, "tool", "bash\tpytest"),
-        stats.quantiles(tenant, "tool", "bash\tpytest", 2),
+        stats.quantiles(tenant, "tool", "bash\tpytest", ("slow",)),
         stats.quantiles(tenant, "human", None),
         stats.p_return(tenant, "human", None, depth=120),
         stats.p_intact("human", 115),
@@ -44,7 +44,6 @@ def answers(stats: PauseStats, tenant: str = "acme") -> list[object]:
         stats.p_return_ended(tenant),
         stats.believes_compaction(tenant),
         stats.history(tenant, "tool", "bash\tpytest"),
-        stats.rhythm("tool", Traits(3.0, 3.0, 200, 30_000)),
     ]
 
 
@@ -99,8 +98,8 @@ def test_the_file_is_bounded() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda saved: saved.pop("paces"),
-        lambda saved: saved["fields"].pop("Pace"),
+        lambda saved: saved.pop("fates"),
+        lambda saved: saved["fields"].pop("Score"),
         lambda saved: saved["kinds"]["tool"].update(returned=float("nan")),
         lambda saved: saved["kinds"]["tool"].update(returned=True),
         lambda saved: saved["kinds"]["tool"]["lengths"].update(counts=[3, 0, 1.0]),

@@ -1,67 +1,110 @@
-"""The regression of a pause's length, against ridge regression worked out by hand and by a linear solver."""
+"""What a pause is filed under, and what is learned of it there."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tenuto.wire import PauseKind
 from tenuto_server.policy import PauseStats
+from tenuto_server.policy.calibration import _masses, _Node
 from tenuto_server.policy.distributions import Empirical
 from tenuto_server.policy.fates import depth_of
-from tenuto_server.policy.pace import Pace, Traits
+from tenuto_server.policy.histogram import masses_of
+from tenuto_server.policy.pace import Traits, rhythm_of
+from tenuto_server.policy.priors import KINDS, LENGTH
 
 
-def test_before_anything_is_learned_half_the_habit_counts() -> None:
-    pace = Pace(2.0)
-    assert pace.expect(Traits()) == 2.0
-    assert pace.expect(Traits(habit=3.0, last=9.0, answer_tokens=5000)) == pytest.approx(2.5)
+def steps(kind: PauseKind, traits: Traits) -> list[str]:
+    """The last step of each name."""
+    return [name[1:].split(",")[-1] for name in rhythm_of(kind, traits) or ()]
 
 
-def test_it_is_the_ridge_regression_of_all_it_was_taught() -> None:
-    rnd = Random(1)
-    pace, centre = Pace(2.0), 2.0
-    rows, lengths = [], []
-    for _ in range(300):
-        # Sizes alternate about a mean that the running one meets at once: then their deviations are known beforehand.
-        traits = Traits(rnd.gauss(2.0, 0.6), rnd.gauss(2.0, 1.0), 99, 9999)
-        length = 2.0 + 0.3 * (traits.habit or 0.0) + rnd.gauss(0.0, 0.5)
-        pace.learn(traits, length)
-        habit, last = (traits.habit or 0.0) - centre, (traits.last or 0.0) - centre
-        # An answer of mean length lies 1.2 beyond the first bend and before the two others.
-        rows.append([1.0, habit, last, 0.0, 0.0, 1.2, 0.0, 0.0, 0.0, max(0.0, habit)])
-        lengths.append(length - centre)
-    x, y, start = np.array(rows), np.array(lengths), np.array([0.0, 0.5, *(0.0,) * 8])
-    ridges = np.diag([2.0] * 5 + [50.0] * 5)
-    expected = start + np.linalg.solve(x.T @ x + ridges, x.T @ (y - x @ start))
-    assert pace.weights == pytest.approx(expected.tolist(), abs=1e-9)
+def test_a_pause_is_filed_by_answer_last_habit_and_context_in_steps() -> None:
+    assert rhythm_of("unknown", Traits()) is None
+    # The prior's median is 9 s. log 200 is 5.3: 13 steps of 0.4; 1.2 and 0.6 log seconds above 9 s: one step of 1.2, two of 0.3;
+    # log 30,000 is 10.3: 14 steps of 0.7.
+    traits = Traits(
+        habit=float(np.log(9.0)) + 0.6, last=float(np.log(9.0)) + 1.2, answer_tokens=199, context_tokens=29_999
+    )
+    assert steps("tool", traits) == ["13", "1", "2", "14"]
+    assert steps("tool", Traits()) == ["0", "", "", "0"]
+    assert steps("tool", Traits(habit=99.0, last=-99.0))[1:3] == ["-12", "14"]
+    # A person's median is 192 s; steps are wider, and the context is not asked.
+    assert len(steps("human", traits)) == 3
 
 
-def test_longer_answers_come_to_mean_longer_pauses_in_any_unit() -> None:
-    for unit in (1, 64):
-        rnd, pace = Random(2), Pace(2.0)
-        for _ in range(2000):
-            answer = rnd.choice((100, 1000))
-            pace.learn(Traits(2.0, 2.0, answer * unit, 50_000), 2.0 + (answer == 1000) * 1.0 + rnd.gauss(0.0, 0.3))
-        gap = pace.expect(Traits(2.0, 2.0, 1000 * unit, 50_000)) - pace.expect(Traits(2.0, 2.0, 100 * unit, 50_000))
-        assert gap == pytest.approx(1.0, abs=0.06)
+def test_names_go_from_general_to_particular() -> None:
+    names = rhythm_of("tool", Traits(1.0, 2.0, 100, 1000)) or ()
+    assert all(longer.startswith(shorter + ",") for shorter, longer in pairwise(names))
+    assert rhythm_of("tool", Traits(9.0, 2.0, 100, 1000))[:2] == names[:2]  # type: ignore[index]
 
 
-def test_rhythm_is_what_is_expected_in_steps() -> None:
-    stats = PauseStats()
-    assert stats.rhythm("unknown", Traits()) is None
-    # Half of 1.2 log seconds above the prior's 9 s are three steps of 0.2; a last one of 9 s is no step.
-    assert stats.rhythm("tool", Traits(habit=np.log(9.0) + 1.2, last=np.log(9.0))) == 3
+@given(
+    st.sampled_from(KINDS),
+    st.none() | st.floats(-50, 50),
+    st.none() | st.floats(-50, 50),
+    st.integers(0, 10**9),
+    st.integers(0, 10**9),
+)
+def test_there_are_so_many_steps_at_most(kind: PauseKind, habit: float, last: float, answer: int, context: int) -> None:
+    for step in steps(kind, Traits(habit, last, answer, context)):
+        assert step == "" or -12 <= int(step) <= 60
+
+
+def test_after_longer_answers_the_longer_pauses_are_known() -> None:
+    """After 100 tokens 5 s, after 1,000 30 s: whichever is asked for, and neither by a session of another tempo."""
+    stats, rnd = PauseStats(), Random(2)
+    for _ in range(1000):
+        answer, length = rnd.choice(((100, 5.0), (1000, 30.0)))
+        traits = Traits(2.0, rnd.gauss(2.0, 1.0), answer, 50_000)
+        stats.observe("t", "tool", None, length, rhythm=rhythm_of("tool", traits), traits=traits)
+    for answer, length in ((100, 5.0), (1000, 30.0)):
+        for last in (2.0, 9.0):  # met, and never met: then its answer alone tells
+            median = stats.quantiles("t", "tool", None, rhythm_of("tool", Traits(2.0, last, answer, 50_000)))[32]
+            assert median == pytest.approx(length, rel=0.2)
+
+
+def test_what_has_been_seen_once_or_twice_is_not_asked() -> None:
+    """Two pauses of one rhythm change what is known of all, and of it no more than that."""
+    stats, traits = PauseStats(), Traits(2.0, 2.0, 100, 50_000)
+    for seen in range(4):
+        own, others = (stats.quantiles("t", "tool", None, rhythm) for rhythm in (rhythm_of("tool", traits), None))
+        assert (own == others) == (seen < 3)
+        stats.observe("t", "tool", None, 500.0, rhythm=rhythm_of("tool", traits), traits=traits)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 1e6), st.floats(0.0, 1.0)), max_size=40), st.floats(1.0, 30.0))
+def test_shrunk_masses_are_the_hazards_pooled_by_hand(seen: list[tuple[float, float]], k: float) -> None:
+    """One level over the prior, bin by bin: (k x prior hazard + count) / (k + lasting)."""
+    node = _Node(1e9)
+    for length_s, intact in seen:
+        node.add(length_s, intact)
+    prior, counts = masses_of(LENGTH["tool"]), list(node.lengths.counts)
+    left, mine, lasting, expected = 1.0, 1.0, sum(counts), []
+    for mass, count in zip(prior, counts, strict=True):
+        hazard = mass / left if left > mass else 1.0
+        hazard = (k * hazard + count) / (k + max(0.0, lasting))
+        expected.append(mine * hazard)
+        mine -= expected[-1]
+        left -= mass
+        lasting -= count
+    assert _masses("tool", [(node, k)]) == pytest.approx(expected, abs=1e-9)
+    assert sum(expected) == pytest.approx(1.0)
 
 
 def test_a_session_that_never_came_back_yet_is_told_from_one_of_average_pauses() -> None:
     stats, new, known = PauseStats(), Traits(), Traits(habit=np.log(9.0), last=np.log(9.0))
     for _ in range(60):
-        stats.observe_censored("t", "tool", 3600.0, rhythm=stats.rhythm("tool", new))
-        stats.observe("t", "tool", None, 9.0, rhythm=stats.rhythm("tool", known))
-    assert stats.p_return("t", "tool", None, stats.rhythm("tool", new)) < 0.6
-    assert stats.p_return("t", "tool", None, stats.rhythm("tool", known)) > 0.6
+        stats.observe_censored("t", "tool", 3600.0, rhythm=rhythm_of("tool", new))
+        stats.observe("t", "tool", None, 9.0, rhythm=rhythm_of("tool", known))
+    assert stats.p_return("t", "tool", None, rhythm_of("tool", new)) < 0.6
+    assert stats.p_return("t", "tool", None, rhythm_of("tool", known)) > 0.6
 
 
 def test_contexts_near_the_limit_end_more_often_and_are_replaced() -> None:
@@ -108,20 +151,6 @@ def test_lengths_count_by_what_was_still_wanted() -> None:
     assert sum(q < 100.0 for q in quantiles) / 64 == pytest.approx(1.0 / 1.1, abs=0.03)
 
 
-def test_a_bend_is_learned_where_answers_change_what_follows() -> None:
-    """Short answers make no difference among themselves, long ones do: log R = 2 + 0.8 * max(0, log answer - 6)."""
-    pace, rnd = Pace(2.0), Random(5)
-
-    def truth(answer: int) -> float:
-        return float(2.0 + 0.8 * max(0.0, np.log(answer) - 6.0))
-
-    for _ in range(4000):
-        answer = round(np.exp(rnd.gauss(6.0, 1.5)))
-        pace.learn(Traits(2.0, 2.0, answer, 50_000), truth(answer) + rnd.gauss(0.0, 0.3))
-    for answer in (30, 120, 1000, 5000):
-        assert pace.expect(Traits(2.0, 2.0, answer, 50_000)) == pytest.approx(truth(answer), abs=0.25)
-
-
 def test_of_the_longest_pauses_a_level_keeps_the_shape_of_the_one_above() -> None:
     """300 long pauses of the kind, then 200 short ones of one key: past all of its own, the key's odds of lasting twice as
     long are the kind's."""
@@ -145,10 +174,10 @@ def test_sessions_with_the_same_expectation_are_told_apart_by_their_last_pause()
     short, long = Traits(2.2, float(np.log(1.0))), Traits(2.2, float(np.log(200.0)))
     for _ in range(1500):
         for traits, length in ((short, rnd.choice((2.0, 200.0))), (long, 20.0)):
-            stats.observe("t", "tool", None, length, rhythm=stats.rhythm("tool", traits), traits=traits)
+            stats.observe("t", "tool", None, length, rhythm=rhythm_of("tool", traits), traits=traits)
 
     def within(traits: Traits, low: float, high: float) -> float:
-        quantiles = stats.quantiles("t", "tool", None, stats.rhythm("tool", traits))[:64]
+        quantiles = stats.quantiles("t", "tool", None, rhythm_of("tool", traits))[:64]
         return sum(low < quantile < high for quantile in quantiles) / 64
 
     assert within(long, 10.0, 40.0) > 0.9

@@ -142,7 +142,7 @@ class Core:
                 pause.elapsed_s(self.now_ns),
                 pause.key,
                 pause.said,
-                rhythm=session.rhythm(pause.kind, self.knowledge),
+                rhythm=session.rhythm(pause.kind),
                 traits=session.traits(pause.kind),
             )
 

@@ -14,8 +14,9 @@ from tenuto.wire import PauseKind
 from tenuto_server.cache.extent import DEVICE, DISK, HOST, TIERS, Extent
 from tenuto_server.engine.core import Core
 from tenuto_server.engine.session import SECOND_NS, Pause, Session
-from tenuto_server.policy.calibration import GIVE_UP_S, next_pace
+from tenuto_server.policy.calibration import GIVE_UP_S
 from tenuto_server.policy.decision import Retention
+from tenuto_server.policy.pace import next_habit
 
 _VALID_S_MIN = 0.02
 # Return rate (1/s) of a session whose pause has begun within this step.
@@ -99,14 +100,14 @@ class RetentionKeeper:
             elapsed,
             pause.said,
             pause.said_at_s,
-            rhythm=session.rhythm(kind, knowledge),
+            rhythm=session.rhythm(kind),
             given_up=pause.given_up,
             traits=session.traits(kind),
             intact=intact,
         )
         if pause.end_keep_s == 0.0:
             knowledge.observe_false_end(session.tenant, proved=pause.end_proved)
-        session.paces[kind] = next_pace(session.paces.get(kind), kind, elapsed)
+        session.habits[kind] = next_habit(session.habits.get(kind), kind, elapsed)
         session.last_logs[kind] = math.log(max(elapsed, 1.0))
 
     def end_session(self, session: Session, keep_s: float) -> None:
@@ -134,7 +135,7 @@ class RetentionKeeper:
             return None
         if why != "timer":
             pause.outlook = None  # something was said
-        view = session.pause_view(pause, core.now_ns, core.knowledge if core.policy.learns else None)
+        view = session.pause_view(pause, core.now_ns, learned=core.policy.learns)
         self._pending.pop(session.handle, None)
         if view.elapsed_s >= GIVE_UP_S:
             core.give_up(session, pause)

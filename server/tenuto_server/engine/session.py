@@ -11,10 +11,9 @@ from typing import Literal, TypeAlias
 
 from tenuto.wire import Forecast, Lease, PauseKind, SessionView
 from tenuto_server.engine.plan import Report
-from tenuto_server.policy.calibration import PauseStats
 from tenuto_server.policy.decision import Retention
 from tenuto_server.policy.index import Outlook
-from tenuto_server.policy.pace import Traits
+from tenuto_server.policy.pace import Rhythm, Traits, rhythm_of
 from tenuto_server.policy.views import Cycle, PauseView, TierName
 
 State: TypeAlias = Literal["new", "waiting", "running", "paused", "ended"]
@@ -49,7 +48,7 @@ class Pause:
     given_up: bool = False
     end_proved: bool = False
     answer_tokens: int = 0
-    rhythm: tuple[PauseKind, int | None] | None = None
+    rhythm: tuple[PauseKind, Rhythm | None] | None = None
     outlook: Outlook | None = None
 
     @property
@@ -94,7 +93,7 @@ class Session:
     pause: Pause | None = None
     kinds: dict[PauseKind, int] = field(default_factory=dict)
     recent: tuple[Cycle, ...] = ()
-    paces: dict[PauseKind, float] = field(default_factory=dict)
+    habits: dict[PauseKind, float] = field(default_factory=dict)
     last_logs: dict[PauseKind, float] = field(default_factory=dict)
     compacted_from: int = 0
     last_pause_s: float = 0.0
@@ -129,15 +128,15 @@ class Session:
     def traits(self, kind: PauseKind) -> Traits:
         """What bears on the length of the pause that is open, were it of that kind."""
         answer = self.pause.answer_tokens if self.pause is not None else 0
-        return Traits(self.paces.get(kind), self.last_logs.get(kind), answer, self.context_tokens)
+        return Traits(self.habits.get(kind), self.last_logs.get(kind), answer, self.context_tokens)
 
-    def rhythm(self, kind: PauseKind, knowledge: PauseStats) -> int | None:
-        """What is expected of the open pause, as a pause of that kind: it stays what it was at the first look."""
+    def rhythm(self, kind: PauseKind) -> Rhythm | None:
+        """What the open pause is filed under, as a pause of that kind: it stays what it was at the first look."""
         pause = self.pause
         if pause is None:
             return None
         if pause.rhythm is None or pause.rhythm[0] != kind:
-            pause.rhythm = kind, knowledge.rhythm(kind, self.traits(kind))
+            pause.rhythm = kind, rhythm_of(kind, self.traits(kind))
         return pause.rhythm[1]
 
     def leased(self, now_ns: int) -> bool:
@@ -151,8 +150,8 @@ class Session:
         until = (self.lease_until_ns - now_ns) / SECOND_NS
         return Lease(until_s=round(until, 3), tier=self.lease_tier, tokens=self.lease_tokens, id=f"L{self.lease_id}")
 
-    def pause_view(self, pause: Pause, now_ns: int, knowledge: PauseStats | None) -> PauseView:
-        """What a policy may know of its open pause; ``knowledge`` None: nothing was learned."""
+    def pause_view(self, pause: Pause, now_ns: int, *, learned: bool) -> PauseView:
+        """What a policy may know of its open pause; ``learned``: pauses have taught anything."""
         # In the order of the fields, and by position: this is built for every decision.
         return PauseView(
             self.tenant,
@@ -169,7 +168,7 @@ class Session:
             self.turns,
             self.context_tokens,
             self.recent,
-            self.rhythm(pause.kind, knowledge) if knowledge is not None else None,
+            self.rhythm(pause.kind) if learned else None,
             pause.outlook,
         )
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import accumulate
 from math import log, sqrt
 from operator import mul
 
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.fates import Fates, depth_of
 from tenuto_server.policy.histogram import BIN_LOG_WIDTH, BINS, Histogram, bin_edge, bin_of, masses_of, quantiles_of
-from tenuto_server.policy.pace import Pace, Traits
+from tenuto_server.policy.pace import Rhythm, Traits
 from tenuto_server.policy.priors import KINDS, LENGTH, P_RETURN
 from tenuto_server.policy.score import Score
 from tenuto_server.policy.views import History
@@ -35,6 +36,13 @@ what is rare (one tool pause in a hundred: of twenty such, one end more or less 
 _PRIOR: dict[PauseKind, tuple[float, ...]] = {kind: masses_of(LENGTH[kind]) for kind in KINDS}
 
 
+def _hazard(masses: tuple[float, ...]) -> list[float]:
+    """Each bin's share of the pauses that last that long; of the last bin all."""
+    lasting = [*accumulate(reversed(masses))][::-1]
+    return [*(mass / left if left > 0.0 else 1.0 for mass, left in zip(masses[:-1], lasting[:-1], strict=True)), 1.0]
+
+
+_PRIOR_HAZARD = {kind: _hazard(mass) for kind, mass in _PRIOR.items()}
 _LOGS = tuple(log(bin_edge(i)) + 0.5 * BIN_LOG_WIDTH for i in range(BINS))
 _PRIOR_LOGS: dict[PauseKind, tuple[float, float]] = {
     kind: (sum(map(mul, mass, _LOGS)), sum(m * at * at for m, at in zip(mass, _LOGS, strict=True)))
@@ -44,48 +52,13 @@ _PRIOR_LOGS: dict[PauseKind, tuple[float, float]] = {
 LOG_FLOOR_S = 0.05
 _CAP_LOGS = 4000.0
 
-RHYTHM_PACE = 0.2
-"""Weight of the newest pause in a session's mean log length (KVCT: an EWMA of 0.2 tells as much as the whole session)."""
-RHYTHM_STEP, RHYTHM_STEP_HUMAN = 0.2, 0.4
-RHYTHM_STEPS = 12
-"""Pauses are told apart by the mean expected of them, in so many steps of so much either way: 0.2 and 0.4 are a fifth of the log-sd of
-tool and human pauses (KVCT: 1.26 and 2.17)."""
-LAST_STEPS, LAST_NONE = (-2, 3), 4
-"""Pauses with the same expectation are told apart by the session's last one: after a very short or a very long one the next
-is more often another such than its expectation says. A session's first of the kind has a step of its own: whoever has never come
-back yet comes back less often than one whose pauses are of average length."""
-_LAST = 100
-"""Weight of that step in a rhythm."""
-_CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(mass, 1)[0]) for kind, mass in _PRIOR.items()}
+_TELLS = 3.0
 _ENDS_ASSUMED, _ENDS_FALSE = 4.0, 0.2
 """Announced ends that are assumed of every tenant, and how many of them were false."""
 INTACT_MIN = 0.05
 """A pause after which nothing was wanted still counts for its length a little: how long pauses last is asked too."""
 GONE_BELOW = 0.1
 """Whoever is announced to have ended and comes back less often than this is gone."""
-
-
-def next_pace(pace: float | None, kind: PauseKind, length_s: float) -> float:
-    """A session's mean log length of pauses of a kind, one pause later; None: this is the first, weighed against the prior."""
-    before = _CENTRE[kind] if pace is None else pace
-    return before + RHYTHM_PACE * (log(max(length_s, 1.0)) - before)
-
-
-def rhythm_of(pace: float | None, kind: PauseKind) -> int:
-    """The step that a session with that mean is on: 0 for the prior's median and for sessions not heard of yet."""
-    if pace is None:
-        return 0
-    step = RHYTHM_STEP_HUMAN if kind == "human" else RHYTHM_STEP
-    return max(-RHYTHM_STEPS, min(RHYTHM_STEPS, round((pace - _CENTRE[kind]) / step)))
-
-
-def last_step(last: float | None, kind: PauseKind) -> int:
-    """How long a session's last pause of the kind was (log seconds), in steps six times as wide; ``LAST_NONE`` before any."""
-    if last is None:
-        return LAST_NONE
-    step = RHYTHM_STEP_HUMAN if kind == "human" else RHYTHM_STEP
-    low, high = LAST_STEPS
-    return max(low, min(high, round((last - _CENTRE[kind]) / (6.0 * step))))
 
 
 class _Word:
@@ -156,11 +129,22 @@ class _Node:
             self.ended *= 0.5
 
 
-def _rhythm_keys(key: str | None, rhythm: int) -> tuple[str, ...]:
-    """Where pauses of sessions with that rhythm are filed, under a key or (None) under the kind: by the expectation, and by
-    both. A tab is in no tool's name."""
-    step = (rhythm + _LAST // 2) % _LAST - _LAST // 2
-    return (f"{key or ''}\t{step}", f"{key or ''}\t{rhythm}\t")
+def _masses(kind: PauseKind, chain: list[tuple[_Node, float]]) -> list[float]:
+    """Bin masses, level by level. What is shrunk is the hazard, each bin's share of the pauses that last that long: few of
+    them do, and of how the longest go on a level knows little by itself."""
+    hazard = _PRIOR_HAZARD[kind]
+    for node, k in chain:
+        counts, total = node.lengths.counts, k + node.lengths.total
+        hazard = [
+            (k * before + count) / (total - gone + count)
+            for before, count, gone in zip(hazard, counts, accumulate(counts), strict=True)
+        ]
+    masses, left = [], 1.0
+    for share in hazard:
+        mass = left * share
+        left -= mass
+        masses.append(mass)
+    return masses
 
 
 class PauseStats:
@@ -176,31 +160,26 @@ class PauseStats:
         self._scores: OrderedDict[str, Score] = OrderedDict()
         self._words: OrderedDict[tuple[str, str], _Word] = OrderedDict()
         self._pit = [0] * 10
-        self._paces: dict[PauseKind, Pace] = {kind: Pace(_CENTRE[kind]) for kind in KINDS}
         self._fates = Fates()
 
     # --- what a policy asks (PauseKnowledge) ---
 
-    def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> tuple[float, ...]:
+    def quantiles(
+        self, tenant: str, kind: PauseKind, key: str | None, rhythm: Rhythm | None = None
+    ) -> tuple[float, ...]:
         """Lengths in seconds at probabilities (i + 0.5) / 64, then where each time half of what is left has come; shrunk
-        (key, expectation, last) -> (key, expectation) -> key -> (tenant, kind) -> kind -> prior.
+        (key, rhythm) -> key -> (tenant, kind) -> kind -> prior, the rhythm from its last step to its first.
 
-        The same tuple is returned until a level below it has grown by about a tenth.
+        The same tuple is returned until one of its levels has grown by about a quarter. Of the rhythm's steps
+        those are asked that have been seen at least ``_TELLS`` times.
         """
-        chain = self._chain(tenant, kind, key, rhythm)
+        chain = self._chain(tenant, kind, key, rhythm, _TELLS)
         deepest = chain[-1][0]
         stamp = tuple([node.lengths.epoch for node, _ in chain])
         if deepest.stamp != stamp:
-            deepest.quantiles = quantiles_of(self._masses(tenant, kind, key, rhythm), QUANTILES, TAIL_HALVINGS)
+            deepest.quantiles = quantiles_of(_masses(kind, chain), QUANTILES, TAIL_HALVINGS)
             deepest.stamp = stamp
         return deepest.quantiles
-
-    def rhythm(self, kind: PauseKind, traits: Traits) -> int | None:
-        """How long a pause of such a session is expected to be, in steps from the prior's median, plus 100 times the step of
-        its last one; None where the kind is not known."""
-        if kind == "unknown":
-            return None
-        return rhythm_of(self._paces[kind].expect(traits), kind) + _LAST * last_step(traits.last, kind)
 
     def scale(self, tenant: str, kind: PauseKind) -> tuple[float, float]:
         """Mean and standard deviation of the log of a tenant's pauses of a kind, whatever they brought back: the same scale
@@ -220,7 +199,7 @@ class PauseStats:
         tenant: str,
         kind: PauseKind,
         key: str | None = None,
-        rhythm: int | None = None,
+        rhythm: Rhythm | None = None,
         depth: int | None = None,
     ) -> float:
         """Learned probability of return where nobody announced the session's end, shrunk like ``quantiles`` with 20
@@ -271,7 +250,7 @@ class PauseStats:
         forecast: Forecast | None = None,
         forecast_at_s: float = 0.0,
         *,
-        rhythm: int | None = None,
+        rhythm: Rhythm | None = None,
         given_up: bool = False,
         traits: Traits | None = None,
         intact: float | None = None,
@@ -283,8 +262,6 @@ class PauseStats:
         if forecast is not None and length_s > forecast_at_s:
             self._score_length(tenant, kind, key, length_s, forecast, forecast_at_s)
         if traits is not None:
-            if not given_up:
-                self._paces[kind].learn(traits, log(max(length_s, 1.0)))
             self._fates.returned(kind, depth_of(traits.context_tokens), 1.0 if intact is None else intact, given_up)
         for node, cap in self._taught(tenant, kind, key, rhythm):
             node.add(length_s, 1.0 if intact is None else intact)
@@ -293,7 +270,7 @@ class PauseStats:
             node.count(True, cap)
 
     def _taught(
-        self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None
+        self, tenant: str, kind: PauseKind, key: str | None, rhythm: Rhythm | None
     ) -> Iterator[tuple[_Node, float]]:
         """The levels that a pause teaches, made where missing, each with its cap."""
         yield self._kinds[kind], _CAP_KIND
@@ -302,8 +279,8 @@ class PauseStats:
         if key_node is not None:
             yield key_node, _CAP_KEY
         if rhythm is not None:
-            for name in _rhythm_keys(key, rhythm):
-                node, _ = self._nodes(tenant, kind, name)
+            for name in rhythm:
+                node, _ = self._nodes(tenant, kind, name if key is None else key + name)
                 assert node is not None
                 yield node, _CAP_RHYTHM
 
@@ -342,7 +319,7 @@ class PauseStats:
         key: str | None = None,
         forecast: Forecast | None = None,
         *,
-        rhythm: int | None = None,
+        rhythm: Rhythm | None = None,
         traits: Traits | None = None,
     ) -> None:
         """Nobody announced an end, and a session was given up ``elapsed_s`` seconds into a pause: it never returned.
@@ -352,7 +329,6 @@ class PauseStats:
         assert elapsed_s >= 0.0
         self._score_end(tenant, kind, key, forecast)
         if traits is not None:
-            self._paces[kind].learn(traits, log(GIVE_UP_S))
             self._fates.ended(kind, depth_of(traits.context_tokens))
         for node, cap in self._taught(tenant, kind, key, rhythm):
             node.count(False, cap)
@@ -371,9 +347,10 @@ class PauseStats:
     # --- inside ---
 
     def _chain(
-        self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None
+        self, tenant: str, kind: PauseKind, key: str | None, rhythm: Rhythm | None = None, least: float = 0.0
     ) -> list[tuple[_Node, float]]:
-        """The levels that exist, from general to particular, with the pseudo-count of what lies above each."""
+        """The levels that exist, from general to particular, with the pseudo-count of what lies above each; of the rhythm's
+        those that have seen at least ``least`` lengths."""
         chain = [(self._kinds[kind], _K_KIND)]
         node = self._tenants.get((tenant, kind))
         if node is not None:
@@ -383,28 +360,11 @@ class PauseStats:
             if node is not None:
                 chain.append((node, _K_KEY))
         if rhythm is not None:
-            for name in _rhythm_keys(key, rhythm):
-                if (node := self._keys.get((tenant, kind, name))) is not None:
+            for name in rhythm:
+                node = self._keys.get((tenant, kind, name if key is None else key + name))
+                if node is not None and node.lengths.total >= least:
                     chain.append((node, _K_RHYTHM))
         return chain
-
-    def _masses(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> list[float]:
-        """Bin masses, level by level. What is shrunk is the hazard, each bin's share of the pauses that last that long: few of
-        them do, and of how the longest go on a level knows little by itself."""
-        masses = list(_PRIOR[kind])
-        for node, k in self._chain(tenant, kind, key, rhythm):
-            lasting, left, mine = node.lengths.total, 1.0, 1.0
-            before, masses = masses, []
-            for mass, count in zip(before, node.lengths.counts, strict=True):
-                share = mass / left if left > mass else 1.0
-                if lasting > 0.0:
-                    share = (k * share + count) / (k + lasting)
-                left -= mass
-                mass = mine * share
-                masses.append(mass)
-                mine -= mass
-                lasting -= count
-        return masses
 
     def _log_density(self, tenant: str, kind: PauseKind, key: str | None, length_s: float, after_s: float) -> float:
         """Log density of log(length - after) as known without a forecast, given that the pause outlives ``after_s``."""
@@ -414,7 +374,7 @@ class PauseStats:
             for node, k in self._chain(tenant, kind, key):
                 mass = (k * mass + node.lengths.counts[i]) / (k + node.lengths.total)
             return log(max(mass, 1e-9) / BIN_LOG_WIDTH)
-        masses = self._masses(tenant, kind, key)
+        masses = _masses(kind, self._chain(tenant, kind, key))
         left = max(sum(masses[bin_of(after_s) : BINS]), masses[i], 1e-9)
         return log(max(masses[i], 1e-9) / (left * BIN_LOG_WIDTH) * (length_s - after_s) / length_s)
 

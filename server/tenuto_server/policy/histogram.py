@@ -35,7 +35,7 @@ class Histogram:
     """Smoothed counts of pause lengths.
 
     Memory is fixed. Once ``total`` reaches ``cap`` everything is halved, so that old habits fade. ``epoch`` counts up each
-    time the total has grown by about a tenth: whoever derives something from the counts need not do so more often.
+    time the total has grown by about a quarter: whoever derives something from the counts need not do so more often.
     """
 
     __slots__ = ("_cap", "_next", "counts", "epoch", "total")
@@ -60,11 +60,11 @@ class Histogram:
         self.total += share
         if self.total >= self._next:
             self.epoch += 1
-            self._next = self.total * 1.1 + 0.5
+            self._next = self.total * 1.25 + 1.0
         if self.total >= self._cap:
             self.counts = array("d", (0.5 * count for count in counts))
             self.total *= 0.5
-            self._next = self.total * 1.1 + 0.5
+            self._next = self.total * 1.25 + 1.0
 
 
 def masses_of(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:

@@ -15,13 +15,12 @@ from typing import Any
 from tenuto_server.policy.calibration import PauseStats, _Node, _Word
 from tenuto_server.policy.fates import _Fate
 from tenuto_server.policy.histogram import Histogram
-from tenuto_server.policy.pace import Pace
 from tenuto_server.policy.score import Score
 
 TENANTS_MAX, KEYS_MAX = 512, 1024
 """Of tenants and of their keys so many are written, those taught last."""
 _DERIVED = frozenset({"quantiles", "stamp", "scale", "scale_stamp"})
-_CLASSES: tuple[type, ...] = (_Node, _Word, _Fate, Histogram, Pace, Score)
+_CLASSES: tuple[type, ...] = (_Node, _Word, _Fate, Histogram, Score)
 _LIMIT = 1e15
 
 Plain = Any  # numbers, strings, lists and string-keyed dictionaries of them
@@ -54,7 +53,6 @@ class Learned:
         return {
             "fields": fields(),
             "kinds": {kind: _write(node) for kind, node in stats._kinds.items()},
-            "paces": {kind: _write(pace) for kind, pace in stats._paces.items()},
             "fates": [[kind, _write(fate)] for kind, fate in stats._fates._kinds.items()],
             "sizes": [[kind, depth, _write(fate)] for (kind, depth), fate in stats._fates._sizes.items()],
             "tenants": self._tenants(),
@@ -87,8 +85,6 @@ class Learned:
                 raise Unfit("it was written by another version")
             for kind, node in fresh._kinds.items():
                 _read(saved["kinds"][kind], node)
-            for kind, pace in fresh._paces.items():
-                _read(saved["paces"][kind], pace)
             for kind, fate in saved["fates"]:
                 fresh._fates._kinds[_known(kind, fresh)] = _read(fate, _Fate())
             for kind, depth, fate in saved["sizes"]:
@@ -101,7 +97,7 @@ class Learned:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise Unfit(f"{type(error).__name__}: {error}") from None
         stats = self._stats
-        stats._kinds, stats._paces, stats._fates, self._waiting = fresh._kinds, fresh._paces, fresh._fates, waiting
+        stats._kinds, stats._fates, self._waiting = fresh._kinds, fresh._fates, waiting
 
     def heard(self, tenant: str) -> None:
         """A tenant is heard of: what waits under its alias is its own from now on."""

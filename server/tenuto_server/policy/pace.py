@@ -1,31 +1,42 @@
-"""How a session's pause will compare with others of its kind, guessed from what the server sees when the turn ends.
+"""With which earlier pauses a session's pause is filed, by what the server sees when the turn ends. Pure functions, no state.
 
-A ``Pace`` owns one kind's regression of the log of the pause's length on the session's own earlier pauses, the length of the
-answer and of the context, with bends where a straight line is known to mislead: ridge regression taught one pause at a time
-(recursive least squares). Coefficients start where nothing but the session's own habit counts, for half.
+Pauses are told apart by the length of the answer before them, the session's last pause of the kind, the mean of all its own, and
+the size of its context, in this order, each in steps: the first alone, the first two together, and so on. Sessions differ in
+tempo, a long answer is another matter than a short one, and after a very short or a very long pause the next is more often
+another such than the mean says; what joint steps have not been met often is shrunk towards those before
+(``calibration.PauseStats``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
-from operator import mul, sub
+from typing import TypeAlias
 
-_RIDGE, _RIDGE_BENT = 2.0, 50.0
-"""Pauses that each starting coefficient is worth: of the lines, and of what bends them."""
-_LINES = 5
-_START = (0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-_BENDS = (-1.2, 0.0, 1.2)
-"""Where the effect of the answer's length may change, in log tokens from their mean: about one standard deviation."""
-_ERROR_MAX = 4.0
+from tenuto.wire import PauseKind
+from tenuto_server.policy.histogram import masses_of, quantiles_of
+from tenuto_server.policy.priors import KINDS, LENGTH
+
+Rhythm: TypeAlias = tuple[str, ...]
+"""Names of what a pause is filed under, from general to particular."""
+
+HABIT_PACE = 0.2
+"""Weight of the newest pause in a session's mean log length (KVCT: an EWMA of 0.2 tells as much as the whole session)."""
+CENTRE: dict[PauseKind, float] = {kind: log(quantiles_of(masses_of(LENGTH[kind]), 1)[0]) for kind in KINDS}
+"""Log seconds that lengths are measured from: the prior's median."""
+_ANSWER, _LAST, _HABIT, _CONTEXT = 0.4, 1.2, 0.3, 0.7
+_HUMAN_ANSWER, _HUMAN_LAST, _HUMAN_HABIT = 1.0, 2.4, 0.6
+"""Widths of the steps, in logs. Of a person's pauses there are fewer, and they vary twice as much (log-sd 2.17 against 1.26 in KVCT)."""
+_LOW, _HIGH = -12, 14
+_MARK = "\x1f"
+"""Between key and steps: in no tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What a server knows of a session when a pause begins. ``habit``: mean log seconds of its own pauses of the kind
-    (``calibration.next_pace``), ``last``: that of the last one; None before any. ``answer_tokens``: length of the answer
-    just given, ``context_tokens``: of the context."""
+    (``next_habit``), ``last``: that of the last one; None before any. ``answer_tokens``: length of the answer just given,
+    ``context_tokens``: of the context."""
 
     habit: float | None = None
     last: float | None = None
@@ -33,54 +44,31 @@ class Traits:
     context_tokens: int = 0
 
 
-class Pace:
-    """``centre``: log seconds that the kind is measured from."""
-
-    __slots__ = ("_centre", "_spread", "answer", "context", "n", "weights")
-
-    def __init__(self, centre: float) -> None:
-        self._centre = centre
-        self.n = 0
-        self.answer = self.context = 0.0
-        self.weights = list(_START)
-        size = len(_START)
-        ridges = [_RIDGE if i < _LINES else _RIDGE_BENT for i in range(size)]
-        self._spread = [[1.0 / ridges[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
-
-    def _point(self, traits: Traits) -> tuple[float, ...]:
-        habit = 0.0 if traits.habit is None else traits.habit - self._centre
-        last = habit if traits.last is None else traits.last - self._centre
-        answer = context = 0.0
-        if self.n:
-            answer, context = _log(traits.answer_tokens) - self.answer, _log(traits.context_tokens) - self.context
-        low, middle, high = (max(0.0, answer - bend) for bend in _BENDS)
-        return 1.0, habit, last, answer, context, low, middle, high, answer * last, max(0.0, habit)
-
-    def expect(self, traits: Traits) -> float:
-        """Expected log of the length in seconds."""
-        return self._centre + _dot(self.weights, self._point(traits))
-
-    def learn(self, traits: Traits, log_length: float) -> None:
-        """A pause of a session with these traits took exp(``log_length``) seconds."""
-        # Sizes are measured from their own mean: in what unit they come must not matter.
-        share = 1.0 / (self.n + 1.0) if self.n < 1000 else 0.001
-        self.answer += share * (_log(traits.answer_tokens) - self.answer)
-        self.context += share * (_log(traits.context_tokens) - self.context)
-        self.n += 1
-        x, spread = self._point(traits), self._spread
-        error = log_length - self._centre - _dot(self.weights, x)
-        error = max(-_ERROR_MAX, min(_ERROR_MAX, error))
-        pull = [sum(map(mul, row, x)) for row in spread]
-        scale = 1.0 / (1.0 + _dot(pull, x))
-        gains = [scale * p for p in pull]
-        self.weights = [w + gain * error for w, gain in zip(self.weights, gains, strict=True)]
-        self._spread = [list(map(sub, row, [gain * p for p in pull])) for row, gain in zip(spread, gains, strict=True)]
+def next_habit(habit: float | None, kind: PauseKind, length_s: float) -> float:
+    """A session's mean log length of pauses of a kind, one pause later; None: this is the first, weighed against the prior."""
+    before = CENTRE[kind] if habit is None else habit
+    return before + HABIT_PACE * (log(max(length_s, 1.0)) - before)
 
 
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    total: float = sum(map(mul, a, b))
-    return total
+def rhythm_of(kind: PauseKind, traits: Traits) -> Rhythm | None:
+    """What such a session's pause is filed under; None where the kind is not known."""
+    if kind == "unknown":
+        return None
+    centre, answer = CENTRE[kind], log(1.0 + traits.answer_tokens)
+    if kind == "human":
+        first = f"{_MARK}{int(answer / _HUMAN_ANSWER)}"
+        second = f"{first},{_step(traits.last, centre, _HUMAN_LAST)}"
+        return first, second, f"{second},{_step(traits.habit, centre, _HUMAN_HABIT)}"
+    first = f"{_MARK}{int(answer / _ANSWER)}"
+    second = f"{first},{_step(traits.last, centre, _LAST)}"
+    third = f"{second},{_step(traits.habit, centre, _HABIT)}"
+    return first, second, third, f"{third},{int(log(1.0 + traits.context_tokens) / _CONTEXT)}"
 
 
-def _log(tokens: int) -> float:
-    return log(1.0 + tokens)
+def _step(at: float | None, centre: float, width: float) -> int | str:
+    """A session's first pause of the kind has a step of its own: whoever has never come back yet is another matter than
+    whoever comes back after an average time."""
+    if at is None:
+        return ""
+    step = round((at - centre) / width)
+    return _LOW if step < _LOW else _HIGH if step > _HIGH else step

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from tenuto.wire import Forecast, PauseKind
 from tenuto_server.policy.index import Outlook
+from tenuto_server.policy.pace import Rhythm
 
 TierName: TypeAlias = Literal["device", "host", "disk"]
 
@@ -36,7 +37,7 @@ class PauseView(NamedTuple):
     ``resume_at_s``: the harness said that the return comes at this elapsed time. ``alive_until_s``: keepalives vouch for
     the session until this elapsed time. ``end_keep_s``: the harness ended the session but asked to keep it until this
     elapsed time (0 when not at all); None when it did not end. ``recent``: the session's last pauses of any kind, oldest
-    first, a handful. ``rhythm``: how long a pause of this kind is expected of it (``PauseStats.rhythm``). ``outlook``:
+    first, a handful. ``rhythm``: with which earlier pauses it is filed (``pace.rhythm_of``). ``outlook``:
     ``Retention.outlook`` of the decision before this one, if nothing was said since.
     """
 
@@ -54,7 +55,7 @@ class PauseView(NamedTuple):
     turns: int = 0
     context_tokens: int = 0
     recent: tuple[Cycle, ...] = ()
-    rhythm: int | None = None
+    rhythm: Rhythm | None = None
     outlook: Outlook | None = None
 
 
@@ -126,7 +127,7 @@ class ExtentView(NamedTuple):
 class PauseKnowledge(Protocol):
     """Learned pause distributions, as a policy sees them. Owned and taught by the engine's session table."""
 
-    def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: int | None = None) -> Sequence[float]:
+    def quantiles(self, tenant: str, kind: PauseKind, key: str | None, rhythm: Rhythm | None = None) -> Sequence[float]:
         """Pause lengths in seconds, ascending: at evenly spaced probabilities (i + 0.5) / n, n at most 64, and beyond the
         64th each where half of what was left has come. Shrunk (key, rhythm) -> key -> kind -> all."""
         ...
@@ -136,7 +137,7 @@ class PauseKnowledge(Protocol):
         tenant: str,
         kind: PauseKind,
         key: str | None = None,
-        rhythm: int | None = None,
+        rhythm: Rhythm | None = None,
         depth: int | None = None,
     ) -> float:
         """Learned probability that a session pausing in this way ever returns, its end not having been announced.
