@@ -215,7 +215,9 @@ def test_stretching_time_shrinks_the_index(components: tuple[Component, ...], el
 
     stretched = mixture(tuple((weight, p, stretch(part)) for weight, p, part in components))
     assert stretched.index_at(elapsed_s * c) * c == pytest.approx(
-        mixture(components).index_at(elapsed_s), rel=5e-2, abs=1e-12  # edges near each other may fall together in one unit only
+        mixture(components).index_at(elapsed_s),
+        rel=5e-2,
+        abs=1e-12,  # edges near each other may fall together in one unit only
     )
 
 

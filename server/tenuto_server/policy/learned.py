@@ -48,7 +48,7 @@ class Learned:
         return sum(node.n + node.returned + node.ended for node in self._stats._kinds.values())
 
     def dump(self) -> dict[str, Plain]:
-        """Everything learned, bounded; no longer than a few tens of kilobytes for each tenant."""
+        """Everything learned, bounded: about half a kilobyte for each of ``KEYS_MAX`` keys, two for each tenant."""
         stats = self._stats
         return {
             "fields": fields(),
