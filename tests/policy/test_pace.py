@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.wire import PauseKind
@@ -45,6 +45,7 @@ def test_names_go_from_general_to_particular() -> None:
     assert rhythm_of("tool", Traits(9.0, 2.0, 100, 1000))[:2] == names[:2]  # type: ignore[index]
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(KINDS),
     st.none() | st.floats(-50, 50),
@@ -79,6 +80,7 @@ def test_what_has_been_seen_once_or_twice_is_not_asked() -> None:
         stats.observe("t", "tool", None, 500.0, rhythm=rhythm_of("tool", traits), traits=traits)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.01, 1e6), st.floats(0.0, 1.0)), max_size=40), st.floats(1.0, 30.0))
 def test_shrunk_masses_are_the_hazards_pooled_by_hand(seen: list[tuple[float, float]], k: float) -> None:
     """One level over the prior, bin by bin: (k x prior hazard + count) / (k + lasting)."""
