@@ -91,6 +91,8 @@ def cached_share(folder: Path) -> float | None:
             pages = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
         except ValueError:  # emptied since it was opened
             continue
+        except OSError:  # a file system that maps nothing
+            return None
         with pages:
             told = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
             whole = np.frombuffer(pages, np.uint8)

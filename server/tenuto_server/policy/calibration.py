@@ -53,6 +53,7 @@ LOG_FLOOR_S = 0.05
 _CAP_LOGS = 4000.0
 
 _TELLS = 3.0
+"""Lengths that a step of a rhythm must have seen to be asked. Of fewer the step before says nearly the same, and costs no curve."""
 _ENDS_ASSUMED, _ENDS_FALSE = 4.0, 0.2
 """Announced ends that are assumed of every tenant, and how many of them were false."""
 INTACT_MIN = 0.05
